@@ -1,0 +1,161 @@
+"""Attention of the unrolled training: true features causally, own drafts on the diagonal.
+
+At step i row t sees block 0 (the true features of its document up to t) and, of blocks 1..i, only its own chain. Both parts merge
+by their log-sum-exp: L = logaddexp(L0, s_1..s_i), o = o0 * exp(L0 - L) + sum_j v_j * exp(s_j - L), s_j = q.k_j / sqrt(head_dim).
+The gradient of block 0 is the flash kernel's own backward, called with the *merged* o and L (as ring attention does); the diagonal
+terms are elementwise: P_j = exp(s_j - L), dS_j = P_j * (do.v_j - do.o). No mask is ever built.
+
+`dense` is the same thing written out with softmax over one row of scores: the reference for tests, and the form for devices
+without the CPU flash kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headstart.drafts.rows import Run
+
+# (queries [R,H,D], keys0 [C,Hk,D], values0 [C,Hk,D], diagonal keys [i,R,Hk,D], diagonal values [i,R,Hk,D], runs) -> [R,H,D]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Run]], Tensor]
+
+
+def backend(device: torch.device) -> Attend:
+    """The fastest exact form for a device."""
+    return flash_cpu if device.type == "cpu" else dense
+
+
+def dense(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Softmax over the written-out scores of each run. Differentiable by autograd."""
+    groups, scale = q.shape[1] // k0.shape[1], q.shape[-1] ** -0.5
+    k0, v0 = (x.repeat_interleave(groups, dim=1) for x in (k0, v0))
+    dk, dv = (x.repeat_interleave(groups, dim=2) for x in (dk, dv))
+    parts = []
+    for run in runs:
+        count = run.high - run.low
+        rows, keys = slice(run.at, run.at + count), slice(run.start, run.high)
+        scores = torch.einsum("rhd,chd->rhc", q[rows], k0[keys]) * scale
+        allowed = torch.ones(count, run.high - run.start, dtype=torch.bool, device=q.device).tril(run.low - run.start)
+        scores = scores.masked_fill(~allowed[:, None, :], float("-inf"))
+        own = torch.einsum("rhd,irhd->rhi", q[rows], dk[:, rows]) * scale
+        weights = torch.cat((scores, own), dim=-1).softmax(dim=-1, dtype=_wide(q.dtype)).to(q.dtype)
+        past, chain = weights.split((scores.shape[-1], own.shape[-1]), dim=-1)
+        parts.append(torch.einsum("rhc,chd->rhd", past, v0[keys]) + torch.einsum("rhi,irhd->rhd", chain, dv[:, rows]))
+    return torch.cat(parts) if parts else torch.zeros_like(q)
+
+
+def flash_cpu(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Merged flash attention on the CPU; memory grows with rows, not with rows times keys."""
+    return _MergedFlash.apply(q, k0, v0, dk, dv, tuple(runs))
+
+
+class _MergedFlash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: tuple[Run, ...]) -> Tensor:
+        groups = q.shape[1] // k0.shape[1]
+        keys, values = _by_head(k0, groups), _by_head(v0, groups)
+        queries = _by_head(q, 1)
+        out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=_wide(q.dtype))
+        for run in runs:
+            _forward_run(queries, keys, values, out, lse, run)
+        out, lse = _merge_diagonals(queries, dk, dv, out, lse)
+        ctx.save_for_backward(q, k0, v0, dk, dv, out, lse)
+        ctx.runs = runs
+        return _by_row(out)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k0, v0, dk, dv, out, lse = ctx.saved_tensors
+        groups = q.shape[1] // k0.shape[1]
+        keys, values, queries = _by_head(k0, groups), _by_head(v0, groups), _by_head(q, 1)
+        grad = _by_head(grads[0], 1)
+        gq, gk, gv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
+        for run in ctx.runs:
+            _backward_run(grad, (queries, keys, values, out, lse), (gq, gk, gv), run)
+        gdk, gdv = _backward_diagonals(grad, queries, dk, dv, out, lse, gq)
+        return _by_row(gq), _fold(gk, groups), _fold(gv, groups), gdk, gdv, None
+
+
+def _forward_run(queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, run: Run) -> None:
+    rows = slice(run.at, run.at + run.high - run.low)
+    own = slice(run.low, run.high)
+    o, l = _flash(queries[:, :, rows], keys[:, :, own], values[:, :, own], causal=True)
+    if run.low > run.start:
+        before = slice(run.start, run.low)
+        o, l = _merge(o, l, *_flash(queries[:, :, rows], keys[:, :, before], values[:, :, before], causal=False))
+    out[:, :, rows], lse[:, :, rows] = o, l
+
+
+def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, ...], run: Run) -> None:
+    queries, keys, values, out, lse = saved
+    rows = slice(run.at, run.at + run.high - run.low)
+    parts = [(slice(run.low, run.high), True)]
+    if run.low > run.start:
+        parts.append((slice(run.start, run.low), False))
+    for span, causal in parts:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad[:, :, rows].contiguous(), queries[:, :, rows], keys[:, :, span], values[:, :, span],
+            out[:, :, rows].contiguous(), lse[:, :, rows].contiguous(), 0.0, causal,
+        )  # fmt: skip
+        into[0][:, :, rows] += found[0]
+        into[1][:, :, span] += found[1]
+        into[2][:, :, span] += found[2]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def _merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:
+    lse = torch.logaddexp(l1, l2)
+    w1, w2 = ((part - lse).exp()[..., None].to(o1.dtype) for part in (l1, l2))
+    return o1 * w1 + o2 * w2, lse
+
+
+def _merge_diagonals(queries: Tensor, dk: Tensor, dv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    groups = queries.shape[1] // dk.shape[2]
+    for key, value in zip(dk, dv, strict=True):
+        score = _dot(queries, _by_head(key, groups))
+        out, lse = _merge(out, lse, _by_head(value, groups), score)
+    return out, lse
+
+
+def _backward_diagonals(grad: Tensor, queries: Tensor, dk: Tensor, dv: Tensor, out: Tensor, lse: Tensor, gq: Tensor):
+    groups, scale = queries.shape[1] // dk.shape[2], queries.shape[-1] ** -0.5
+    gdk, gdv = torch.empty_like(dk), torch.empty_like(dv)
+    delta = (grad * out).sum(-1)
+    for index, (key, value) in enumerate(zip(dk, dv, strict=True)):
+        keys, values = _by_head(key, groups), _by_head(value, groups)
+        weight = (_dot(queries, keys) - lse).exp().to(grad.dtype)
+        slope = (weight * ((grad * values).sum(-1) - delta))[..., None] * scale
+        gq += slope * keys
+        gdk[index] = _fold(slope * queries, groups)
+        gdv[index] = _fold(weight[..., None] * grad, groups)
+    return gdk, gdv
+
+
+def _dot(queries: Tensor, keys: Tensor) -> Tensor:
+    return (queries * keys).sum(-1).to(_wide(queries.dtype)) * queries.shape[-1] ** -0.5
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type of log-sum-exps: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _by_head(x: Tensor, groups: int) -> Tensor:
+    """[n, heads, D] -> [1, heads * groups, n, D]."""
+    return x.repeat_interleave(groups, dim=1).transpose(0, 1)[None] if groups > 1 else x.transpose(0, 1)[None]
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[1, heads, n, D] -> [n, heads, D]."""
+    return x[0].transpose(0, 1)
+
+
+def _fold(x: Tensor, groups: int) -> Tensor:
+    """Sum the query heads that share a key head: [1, heads * groups, n, D] -> [n, heads, D]."""
+    rows = _by_row(x)
+    return rows.unflatten(1, (-1, groups)).sum(2) if groups > 1 else rows

@@ -1,0 +1,82 @@
+"""Drafts on disk in our own format: `draft.json` (shape and facts) and one safetensors file of weights."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headstart import files
+from headstart.drafts.eagle3 import Eagle3
+from headstart.drafts.layers import DraftShape
+from headstart.errors import UserError
+from headstart.target.head import TargetHead
+
+SHAPE = "draft.json"
+TRAINED = "draft.safetensors"
+UNTRAINED = "untrained.safetensors"
+_VOCABULARY = "draft_to_target"
+
+
+def save_weights(path: Path, draft: Eagle3) -> None:
+    """Every weight but the target's embedding, and the vocabulary."""
+    save_tensors(path, {**draft.state_dict(), _VOCABULARY: draft.draft_to_target})
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+    with temporary.open("rb") as file:
+        files.sync_file(file)
+    temporary.replace(path)
+    files.sync_folder(path.parent)
+
+
+def save_shape(folder: Path, shape: DraftShape, facts: dict[str, Any]) -> None:
+    files.write_json(folder / SHAPE, {"shape": asdict(shape), **facts})
+
+
+def load_weights(path: Path, draft: Eagle3) -> None:
+    """Fill `draft` with saved weights, all of them and no others.
+
+    Raises:
+        UserError: the file is missing, damaged, or of a draft of another shape.
+    """
+    try:
+        tensors = load_file(path)
+        vocabulary = tensors.pop(_VOCABULARY)
+        draft.load_state_dict(tensors)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise UserError(f"{path} does not fit the draft: {str(error).splitlines()[0]}", do="train again") from None
+    draft.draft_to_target = vocabulary.to(draft.embed_tokens.device)
+
+
+def read_shape(folder: Path) -> tuple[DraftShape, dict[str, Any]]:
+    """The shape and the facts stored beside it."""
+    try:
+        raw = files.read_json(folder / SHAPE)
+        shape = raw.pop("shape")
+        return DraftShape(**{**shape, "aux_layers": tuple(shape["aux_layers"])}), raw
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the draft in {folder} cannot be read: {error}", do="train again") from None
+
+
+def load_draft(folder: Path, head: TargetHead, *, untrained: bool = False) -> Eagle3:
+    """The draft of a finished `train` stage, on the CPU, ready to decode (no gradients).
+
+    head: the target's, whose embedding the draft reads. untrained: the same draft as it was before the first step.
+    """
+    shape, _ = read_shape(folder)
+    draft = Eagle3(shape, head.embed)
+    load_weights(folder / (UNTRAINED if untrained else TRAINED), draft)
+    return draft.eval().requires_grad_(False)
+
+
+def trainable(draft: Eagle3, *, freeze_lm_head: bool) -> dict[str, torch.nn.Parameter]:
+    """The parameters that learn, by name."""
+    return {name: p for name, p in draft.named_parameters() if not (freeze_lm_head and name == "lm_head.weight")}

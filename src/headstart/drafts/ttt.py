@@ -1,0 +1,80 @@
+"""Training-time test: the draft unrolled on its own outputs, T steps deep, over packed documents.
+
+Each step gives its rows exactly the context they would have when decoding: the true prefix, then the row's own chain. The rotary
+position of row t at step i is t + i.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.drafts import attention
+from headstart.drafts.attention import Attend
+from headstart.drafts.eagle3 import Eagle3
+from headstart.drafts.layers import DecoderLayer
+from headstart.drafts.rows import RowPlan, StepRows
+
+
+class _Chain:
+    """Keys and values of one layer: block 0 of the context, then one diagonal block per step."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.diagonal: list[tuple[Tensor, Tensor]] = []
+
+    def select(self, parent: Tensor) -> None:
+        self.diagonal = [(keys[parent], values[parent]) for keys, values in self.diagonal]
+
+    def stacked(self, rows: int) -> tuple[Tensor, Tensor]:
+        if not self.diagonal:
+            empty = self.keys.new_empty(0, rows, *self.keys.shape[1:])
+            return empty, empty
+        keys, values = zip(*self.diagonal, strict=True)
+        return torch.stack(keys), torch.stack(values)
+
+
+def unroll(draft: Eagle3, aux: Tensor, tokens: Tensor, plan: RowPlan, attend: Attend | None = None) -> list[Tensor]:
+    """Outputs of every TTT step, [R_i, d] each, for the rows of `plan`.
+
+    aux: aux states of the context rows [C, n_aux, d_target]. tokens: int64, the packed input ids.
+    """
+    attend = attend or attention.backend(aux.device)
+    layers = [layer for layer in draft.layers if isinstance(layer, DecoderLayer)]
+    hidden, chains = _first(draft, layers, aux, tokens, plan, attend)
+    outputs = [hidden]
+    for index, step in enumerate(plan.steps[1:], start=1):
+        for chain in chains:
+            chain.select(step.parent)
+        hidden = draft.feed(hidden)[step.parent]
+        embeds = draft.embed(tokens[step.inputs]).to(hidden.dtype)
+        positions = plan.positions[step.rows] + index
+        for layer, chain in zip(layers, chains, strict=True):
+            hidden = _follow(layer, chain, embeds, hidden, positions, step, attend)
+        outputs.append(hidden)
+    return outputs
+
+
+def _first(draft: Eagle3, layers: list[DecoderLayer], aux: Tensor, tokens: Tensor, plan: RowPlan, attend: Attend):
+    """Step 0. Only the last layer may leave out queries: the layers before it make what the next one's keys are made of."""
+    hidden = draft.fuse(aux)
+    embeds = draft.embed(tokens[plan.context + 1]).to(hidden.dtype)
+    chains = []
+    for layer in layers:
+        inputs, residual = layer.inputs(embeds, hidden)
+        chain = _Chain(*layer.self_attn.keys_values(inputs, plan.positions))
+        runs, positions = plan.whole, plan.positions
+        if layer is layers[-1]:
+            rows = plan.steps[0].rows
+            inputs, residual, positions, runs = inputs[rows], residual[rows], positions[rows], plan.steps[0].runs
+        queries = layer.self_attn.queries(inputs, positions)
+        hidden = layer.finish(residual, attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), runs))
+        chains.append(chain)
+    return hidden, chains
+
+
+def _follow(layer: DecoderLayer, chain: _Chain, embeds: Tensor, hidden: Tensor, positions: Tensor, step: StepRows, attend: Attend):
+    inputs, residual = layer.inputs(embeds, hidden)
+    chain.diagonal.append(layer.self_attn.keys_values(inputs, positions))
+    queries = layer.self_attn.queries(inputs, positions)
+    return layer.finish(residual, attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), step.runs))

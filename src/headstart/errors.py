@@ -1,0 +1,42 @@
+"""The errors a person can cause, and how they are shown: what was wrong, what was expected, what to do."""
+
+from __future__ import annotations
+
+
+class HeadstartError(Exception):
+    """Base of every error that is shown as short lines instead of a traceback."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, looked_for: str | None = None, do: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.looked_for = looked_for
+        self.do = do
+
+    def __reduce__(self):
+        return _rebuild, (type(self), self.what, self.looked_for, self.do)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.looked_for:
+            lines.append(f"  looked for: {self.looked_for}")
+        if self.do:
+            lines.append(f"  do: {self.do}")
+        return "\n".join(lines)
+
+
+class UserError(HeadstartError):
+    """Something the user gave (a setting, a file, a model) cannot be used. Exit code 2."""
+
+
+class GateError(HeadstartError):
+    """A number that would have been silently wrong was stopped. Exit code 2."""
+
+
+class StageFailed(HeadstartError):
+    """A stage of a run ended with a user error; names the stage. Exit code 2."""
+
+
+def _rebuild(kind: type[HeadstartError], what: str, looked_for: str | None, do: str | None) -> HeadstartError:
+    return kind(what, looked_for=looked_for, do=do)

@@ -1,0 +1,182 @@
+"""The stages of a run, in order: what each reads, which settings it depends on, and whether its artifact is fresh."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headstart import artifact
+from headstart.artifact import Artifact, Manifest
+from headstart.config import Run
+from headstart.errors import HeadstartError, StageFailed, UserError
+from headstart.events import Events, duration
+from headstart.files import canonical
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One verb: makes the artifact `folder` (of kind `folder`) from `parents`, depending on the settings named."""
+
+    verb: str
+    folder: str
+    parents: tuple[str, ...]
+    settings: tuple[str, ...]
+
+
+# A stage depends on a setting when another value could change the bytes it writes.
+STAGES = (
+    Stage("prepare", "prompts", (), ("target.model", "target.revision", "data")),
+    Stage("regenerate", "conversations", ("prompts",), ("target", "data.answers", "data.max_length", "regenerate")),
+    Stage("vocab", "vocab", ("prompts", "conversations"), ("target.model", "target.revision", "vocab")),
+    Stage("capture", "states", ("conversations",), ("target", "capture")),
+    Stage("train", "draft", ("states", "vocab"), ("draft", "train")),
+    Stage("evaluate", "scores", ("draft", "states"), ("target", "evaluate")),
+    Stage("export", "export", ("draft", "states"), ("target.model", "export")),
+)
+BY_VERB = {stage.verb: stage for stage in STAGES}
+BY_FOLDER = {stage.folder: stage for stage in STAGES}
+
+# How a result is computed, not what it is: a change never makes an artifact stale.
+_SPEED_ONLY = {"regenerate.batch_size", "capture.batch_tokens", "capture.max_bad_fraction", "data.max_drop"}
+
+State = Literal["fresh", "stale", "partial", "missing"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `headstart status` says of one stage."""
+
+    verb: str
+    folder: str
+    state: State
+    why: str
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True)
+class Context:
+    """All that a stage gets: the run's settings, its own settings for the manifest, its opened parents, where to tell."""
+
+    run: Run
+    stage: Stage
+    root: Path
+    events: Events
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.stage.folder
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self.run, self.stage)
+
+    def parent(self, folder: str) -> Artifact:
+        """Raises UserError when the parent is missing or incomplete."""
+        return artifact.open_artifact(self.root / folder, folder)
+
+    def parents(self) -> dict[str, Artifact]:
+        return {folder: self.parent(folder) for folder in self.stage.parents}
+
+    def create(self) -> Any:
+        """The context manager that makes this stage's artifact (see `artifact.create`)."""
+        return artifact.create(self.path, self.stage.folder, self.settings, self.parents())
+
+
+def settings_of(run: Run, stage: Stage) -> dict[str, Any]:
+    """The values a stage depends on, by dotted name, as JSON has them."""
+    values = _flatten(run.model_dump(mode="json"))
+    chosen = {name: value for name, value in values.items() if _belongs(name, stage.settings)}
+    return {name: value for name, value in chosen.items() if name not in _SPEED_ONLY}
+
+
+def status(run: Run, root: Path) -> list[Status]:
+    """The state of every stage from manifests alone, in order; a stale parent makes its children stale."""
+    found: dict[str, Status] = {}
+    for stage in STAGES:
+        found[stage.folder] = _status_of(run, root, stage, found)
+    return list(found.values())
+
+
+def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
+    """Run one stage, whatever its state; its parents must be whole. Returns the new artifact."""
+    stage = BY_VERB[verb]
+    module = importlib.import_module(f"headstart.stages.{verb}")
+    context = Context(run, stage, root, events)
+    events.emit("stage-start", stage=verb)
+    module.run(context)
+    made = artifact.open_artifact(context.path, stage.folder)
+    events.emit("stage-end", stage=verb, seconds=made.manifest.seconds, counts=made.counts)
+    events.say(f"{verb}: done in {duration(made.manifest.seconds)}")
+    return made
+
+
+def execute_all(run: Run, root: Path, events: Events, until: str | None = None) -> None:
+    """Run every stage that is not fresh, in order, up to and with `until`.
+
+    Raises:
+        StageFailed: a stage ended with a user error; names it, and no later stage is started.
+    """
+    for stage in _up_to(until):
+        state = next(item for item in status(run, root) if item.verb == stage.verb)
+        if state.state == "fresh":
+            events.say(f"{stage.verb}: fresh, skipped")
+            continue
+        events.say(f"{stage.verb}: {state.why}")
+        try:
+            execute(run, root, stage.verb, events)
+        except HeadstartError as error:
+            events.emit("stage-failed", stage=stage.verb, error=str(error))
+            raise StageFailed(f"stage {stage.verb} failed: {error.what}", looked_for=error.looked_for, do=error.do) from error
+
+
+def _up_to(until: str | None) -> Iterator[Stage]:
+    if until is not None and until not in BY_VERB:
+        raise UserError(f"there is no stage {until!r}", looked_for=", ".join(BY_VERB))
+    for stage in STAGES:
+        yield stage
+        if stage.verb == until:
+            return
+
+
+def _status_of(run: Run, root: Path, stage: Stage, earlier: Mapping[str, Status]) -> Status:
+    path = root / stage.folder
+    manifest = artifact.read_manifest(path)
+    if manifest is None:
+        partial = artifact.is_partial(path)
+        why = "was interrupted; continues where it stopped" if partial else "not made yet"
+        return Status(stage.verb, stage.folder, "partial" if partial else "missing", why, None)
+    reasons = _why_stale(manifest, settings_of(run, stage), earlier)
+    return Status(stage.verb, stage.folder, "stale" if reasons else "fresh", "; ".join(reasons), manifest)
+
+
+def _why_stale(manifest: Manifest, wanted: dict[str, Any], earlier: Mapping[str, Status]) -> list[str]:
+    reasons = []
+    for name in sorted(set(wanted) | set(manifest.settings)):
+        old, new = manifest.settings.get(name), wanted.get(name)
+        if canonical(old) != canonical(new):
+            reasons.append(f"{name} was {old!r}, is {new!r}")
+    for folder, identity in manifest.parents.items():
+        parent = earlier[folder]
+        if parent.state != "fresh":
+            reasons.append(f"{folder} is {parent.state}")
+        elif parent.manifest is not None and parent.manifest.id != identity:
+            reasons.append(f"{folder} was made anew")
+    return reasons
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name != "data.role_aliases":
+            flat |= _flatten(value, f"{name}.")
+        else:
+            flat[name] = value
+    return flat
+
+
+def _belongs(name: str, chosen: tuple[str, ...]) -> bool:
+    return any(name == item or name.startswith(f"{item}.") for item in chosen)

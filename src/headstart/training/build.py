@@ -1,0 +1,84 @@
+"""A new draft for a target: its shape from settings and the target's, its weights from a seed and the target's head."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from headstart import config
+from headstart.drafts.eagle3 import Eagle3
+from headstart.drafts.layers import DraftShape
+from headstart.errors import UserError
+from headstart.target.anatomy import Anatomy
+from headstart.target.head import TargetHead
+
+T = TypeVar("T")
+
+INIT_STD = 0.02
+HEAD_DIM = 128  # of a draft for a target whose own head geometry is of another kind (MLA)
+
+
+def shape_for(settings: config.Draft, target: Anatomy, head: TargetHead, aux: tuple[int, ...], vocab: int) -> DraftShape:
+    """The draft's shape: what the settings say, else the target's own (but never the head dimensions of MLA).
+
+    Raises:
+        UserError: heads that do not divide, or a part of the target's shape that is unknown and not set.
+    """
+    width = head.hidden_size
+    heads, kv_heads, head_dim = _heads(settings, target, width)
+    if heads % kv_heads or head_dim % 2:
+        raise UserError(
+            f"draft.num_heads = {heads}, num_kv_heads = {kv_heads}, head_dim = {head_dim} do not fit",
+            looked_for="num_heads a multiple of num_kv_heads, head_dim even",
+        )
+    return DraftShape(
+        hidden_size=width,
+        target_hidden_size=width,
+        aux_layers=aux,
+        num_layers=settings.num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_known(settings.intermediate_size or target.intermediate_size, "intermediate_size"),
+        target_vocab_size=head.vocab_size,
+        draft_vocab_size=vocab,
+        rms_norm_eps=target.rms_norm_eps or 1e-5,
+        rope_theta=_known(target.rope_theta or 10000.0, "rope_theta"),
+        max_positions=_known(target.max_positions, "max_positions"),
+        norm_before_residual=settings.norm_before_residual,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+    )
+
+
+def new_draft(shape: DraftShape, head: TargetHead, draft_to_target: Tensor, *, lm_head: str, seed: int) -> Eagle3:
+    """A draft before its first step, float32. `lm_head` "target": the target's rows of the draft vocabulary, and its norm."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        draft = Eagle3(shape, head.embed)
+        for module in draft.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=INIT_STD)
+    draft.draft_to_target = draft_to_target
+    if lm_head == "target":
+        with torch.no_grad():
+            draft.lm_head.weight.copy_(head.lm_head[draft_to_target])
+            draft.norm.weight.copy_(head.norm_weight + head.norm_offset)
+    return draft
+
+
+def _heads(settings: config.Draft, target: Anatomy, width: int) -> tuple[int, int, int]:
+    if target.mla:
+        count = max(width // HEAD_DIM, 1)
+        return settings.num_heads or count, settings.num_kv_heads or settings.num_heads or count, settings.head_dim or HEAD_DIM
+    heads = _known(settings.num_heads or target.num_heads, "num_heads")
+    kv_heads = settings.num_kv_heads or (heads if settings.num_heads else target.num_kv_heads or heads)
+    return heads, kv_heads, settings.head_dim or target.head_dim or width // heads
+
+
+def _known(value: T | None, name: str) -> T:
+    if value is None:
+        raise UserError(f"the target's {name} is unknown", do=f"set draft.{name}")
+    return value

@@ -1,0 +1,59 @@
+"""Checkpoints of a training in progress: all that the next step depends on, written whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart import files
+from headstart.drafts.checkpoint import load_weights, save_weights
+from headstart.drafts.eagle3 import Eagle3
+
+_STATE = "state.json"
+
+
+@dataclass
+class Progress:
+    """Where a training stands. `step`: optimiser steps done; `curves`: one record per step or validation, oldest first."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    best_tau: float = 0.0
+    best_step: int = -1
+    curves: list[dict[str, Any]] = field(default_factory=list)
+
+
+def save(folder: Path, draft: Eagle3, optimizer: torch.optim.Optimizer, progress: Progress, keep: int) -> None:
+    """Write `step-NNNNNN`, then drop all but the newest `keep`. A kill at any moment leaves the older ones valid."""
+    final = folder / f"step-{progress.step:06d}"
+    work = folder / f".{final.name}.tmp"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    save_weights(work / "draft.safetensors", draft)
+    torch.save(optimizer.state_dict(), work / "optimizer.pt")
+    files.write_json(work / _STATE, asdict(progress))
+    shutil.rmtree(final, ignore_errors=True)
+    work.rename(final)
+    files.sync_folder(folder)
+    for old in steps(folder)[:-keep]:
+        shutil.rmtree(old)
+
+
+def restore(folder: Path, draft: Eagle3, optimizer: torch.optim.Optimizer) -> Progress:
+    """Load the newest checkpoint into `draft` and `optimizer`; a fresh `Progress` when there is none."""
+    found = steps(folder)
+    if not found:
+        return Progress()
+    load_weights(found[-1] / "draft.safetensors", draft)
+    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+    return Progress(**files.read_json(found[-1] / _STATE))
+
+
+def steps(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if (path / _STATE).exists())

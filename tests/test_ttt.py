@@ -1,0 +1,224 @@
+"""The unrolled training against a step-by-step decoder, the masks against their definition, the losses against autograd."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from headstart.drafts import attention
+from headstart.drafts.eagle3 import DraftCache, Eagle3
+from headstart.drafts.layers import DraftShape
+from headstart.drafts.losses import Teacher, fused_divergence
+from headstart.drafts.rows import live_mask, plan_rows
+from headstart.drafts.ttt import unroll
+
+BACKENDS = {"dense": attention.dense, "flash_cpu": attention.flash_cpu}
+
+
+def make_draft(layers: int = 1, seed: int = 0, **flags: bool) -> Eagle3:
+    torch.manual_seed(seed)
+    shape = DraftShape(
+        hidden_size=32, target_hidden_size=24, aux_layers=(1, 3, 5), num_layers=layers, num_heads=4, num_kv_heads=2,
+        head_dim=12, intermediate_size=40, target_vocab_size=90, draft_vocab_size=50, rms_norm_eps=1e-5, rope_theta=1e4,
+        max_positions=4096,
+        **({"norm_before_residual": False, "fc_norm": False, "norm_output": False} | flags),
+    )  # fmt: skip
+    draft = Eagle3(shape, torch.randn(90, 24)).double()
+    for parameter in draft.parameters():
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return draft
+
+
+def pack(lengths: list[int], supervised: list[np.ndarray], steps: int, seed: int = 1, kind: str = "exact"):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 90, (sum(lengths),), generator=generator)
+    aux = torch.randn(sum(lengths), 3, 24, generator=generator, dtype=torch.float64)
+    plan = plan_rows(supervised, steps, kind)  # type: ignore[arg-type]
+    return tokens, aux, plan
+
+
+def chain(draft: Eagle3, tokens: torch.Tensor, aux: torch.Tensor, row: int, steps: int) -> list[torch.Tensor]:
+    """What decoding computes for the chain that starts at `row` of one document: the true prefix, then its own outputs."""
+    cache = DraftCache()
+    prefix = draft.fuse(aux[: row + 1])
+    out = draft.extend(tokens[1 : row + 2], prefix, cache)[-1:]
+    outs = [out]
+    for index in range(1, steps):
+        out = draft.extend(tokens[row + 1 + index : row + 2 + index], draft.feed(out), cache)
+        outs.append(out)
+    return outs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("layers", "flags"),
+    [(1, {}), (1, {"norm_before_residual": True}), (2, {"fc_norm": True, "norm_output": True}), (3, {})],
+)
+def test_every_row_equals_step_by_step_decoding(backend: str, layers: int, flags: dict) -> None:
+    draft, steps = make_draft(layers, **flags), 4
+    lengths = [1, 2, 3, 17, 40]
+    supervised = [np.ones(length, bool) for length in lengths]
+    supervised[4][:20] = False
+    supervised[4][28:32] = False
+    tokens, aux, plan = pack(lengths, supervised, steps)
+    with torch.no_grad():
+        outs = unroll(draft, aux[plan.context], tokens, plan, BACKENDS[backend])
+        starts = np.cumsum([0, *lengths])
+        compared = 0
+        for index, step in enumerate(plan.steps):
+            for at, context in enumerate(step.rows.tolist()):
+                token = int(plan.context[context])
+                document = int(np.searchsorted(starts, token, side="right")) - 1
+                begin, end = starts[document], starts[document + 1]
+                expected = chain(draft, tokens[begin:end], aux[begin:end], token - begin, index + 1)[index][0]
+                torch.testing.assert_close(outs[index][at], expected, atol=1e-9, rtol=1e-9)
+                compared += 1
+    brute = sum(brute_mask(mask, steps).any(axis=0).sum() for mask in supervised)
+    assert compared >= brute > 20
+
+
+@pytest.mark.parametrize("lengths", [[1, 2, 63, 64, 65, 127, 128, 129], [130]])
+def test_backends_agree_in_values_and_gradients(lengths: list[int]) -> None:
+    rng = np.random.default_rng(0)
+    supervised = [rng.random(length) < 0.8 for length in lengths]
+    results = {}
+    for name, backend in BACKENDS.items():
+        draft = make_draft(2)
+        tokens, aux, plan = pack(lengths, supervised, 5, kind="label")
+        aux = aux[plan.context].requires_grad_()
+        outs = unroll(draft, aux, tokens, plan, backend)
+        sum((out.sin() * (i + 1)).sum() for i, out in enumerate(outs)).backward()
+        results[name] = (outs, aux.grad, [p.grad for p in draft.parameters() if p.grad is not None])
+    for one, other in zip(*(results[name] for name in BACKENDS), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+def brute_mask(supervised: np.ndarray, steps: int) -> np.ndarray:
+    """The definition of the exact mask, literally."""
+    length = len(supervised)
+    mask = np.zeros((steps, length), bool)
+    for i in range(steps):
+        for t in range(length):
+            mask[i, t] = t + i + 2 < length and all(supervised[t + j] for j in range(1, i + 3))
+    return mask
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 6))
+def test_exact_mask_is_its_definition(bits: list[bool], steps: int) -> None:
+    supervised = np.array(bits, dtype=bool)
+    np.testing.assert_array_equal(live_mask(supervised, steps), brute_mask(supervised, steps))
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 6))
+def test_label_mask_is_its_definition(bits: list[bool], steps: int) -> None:
+    found = live_mask(np.array(bits, dtype=bool), steps, "label")
+    for i in range(steps):
+        for t in range(len(bits)):
+            assert found[i, t] == (t + 2 + i < len(bits) and bits[t + 2 + i])
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=20), min_size=1, max_size=5), st.integers(1, 5), st.sampled_from(["exact", "label"]))
+@settings(deadline=None)
+def test_plan_covers_every_live_row_once_with_the_right_tokens(documents: list[list[bool]], steps: int, kind: str) -> None:
+    arrays = [np.array(bits, dtype=bool) for bits in documents]
+    plan = plan_rows(arrays, steps, kind)  # type: ignore[arg-type]
+    starts = np.cumsum([0, *map(len, arrays)])
+    for i, step in enumerate(plan.steps):
+        tokens = plan.context[step.rows]
+        live = set(tokens[step.live].tolist())
+        assert live == {int(starts[d] + t) for d, a in enumerate(arrays) for t in np.flatnonzero(live_mask(a, steps, kind)[i])}  # type: ignore[arg-type]
+        assert torch.equal(step.inputs, tokens + 1 + i)
+        assert torch.equal(plan.teacher[step.labels[step.live]], tokens[step.live] + 1 + i)
+        covered = [row for run in step.runs for row in range(run.low, run.high)]
+        assert covered == step.rows.tolist()
+        if i:
+            assert torch.equal(plan.steps[i - 1].rows[step.parent], step.rows)
+
+
+def test_alignment_table() -> None:
+    """Case C13: 8 tokens, answer at positions 4..6: (input token, state position, teacher token) for steps 0..2."""
+    supervised = np.zeros(8, bool)
+    supervised[4:7] = True
+    plan = plan_rows([supervised], 3)
+    table = [
+        [(int(t), int(plan.context[r]), int(plan.teacher[y]) + 1) for t, r, y in zip(s.inputs, s.rows, s.labels, strict=True)]
+        for s in plan.steps
+    ]
+    # The answer's first token (4) is never drafted: the target itself produces it. 5 and 6 are the teacher once per step they can be.
+    assert table == [[(4, 3, 5), (5, 4, 6)], [(5, 3, 6)], []]
+
+
+def test_gradient_reaches_only_what_a_live_row_reads() -> None:
+    supervised = np.zeros(10, bool)
+    supervised[6:9] = True
+    draft = make_draft()
+    tokens, aux, plan = pack([10], [supervised], 3)
+    aux.requires_grad_()
+    outs = unroll(draft, aux[plan.context], tokens, plan)
+    sum(out.sum() for out in outs).backward()
+    assert aux.grad is not None
+    touched = aux.grad.abs().sum((1, 2)) > 0
+    assert touched.tolist() == [True] * 7 + [False] * 3  # rows 5 and 6 are live; 0..6 are their keys, nothing after
+
+
+def make_teacher(rows: int, vocab: int, kept: int, dtype: torch.dtype = torch.float32) -> tuple[Teacher, torch.Tensor]:
+    torch.manual_seed(3)
+    hidden, head = torch.randn(rows, 16, dtype=dtype), torch.randn(vocab, 16, dtype=dtype)
+    logits = hidden @ head.T
+    ids = torch.randperm(vocab)[:kept].sort().values
+    teacher = Teacher(hidden, head[ids], logits.logsumexp(-1).float())
+    return teacher, logits.softmax(-1)[:, ids]
+
+
+def plain_loss(logits: torch.Tensor, p: torch.Tensor, kind: str) -> torch.Tensor:
+    q = logits.softmax(-1)
+    alpha = torch.minimum(p, q).sum(-1)
+    kept = p / p.sum(-1, keepdim=True)
+    kl = functional.kl_div(logits.log_softmax(-1), kept, reduction="none").sum(-1)
+    share = torch.exp(-3 * alpha.detach())
+    return {"kl": kl, "tv": 1 - alpha, "lk": share * kl + (1 - share) * (1 - alpha)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv", "lk"])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_fused_loss_equals_autograd(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.drafts.losses.CHUNK_BYTES", chunk * 4 * 20)
+    teacher, p = make_teacher(11, 60, 20)
+    hidden, weight = torch.randn(30, 12, requires_grad=True), torch.randn(20, 12, requires_grad=True)
+    labels, scale = torch.randint(0, 11, (30,)), torch.rand(30)
+    total, stats = fused_divergence(hidden, weight, labels, scale, teacher, kind)  # type: ignore[arg-type]
+    (total * 1.7).backward()
+    found = hidden.grad, weight.grad
+    hidden.grad = weight.grad = None
+    rows = plain_loss(hidden @ weight.T, p[labels], kind)
+    ((rows * scale).sum() * 1.7).backward()
+    torch.testing.assert_close(total, (rows * scale).sum(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(stats.loss, rows.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, (hidden.grad, weight.grad), atol=1e-5, rtol=1e-5)
+    q = (hidden @ weight.T).softmax(-1)
+    torch.testing.assert_close(stats.alpha, torch.minimum(p[labels], q).sum(-1).detach(), atol=1e-6, rtol=1e-5)
+    assert torch.equal(stats.choice, q.argmax(-1))
+
+
+def test_alpha_counts_the_mass_outside_the_draft_vocabulary_as_lost() -> None:
+    """A draft equal to the renormalised target accepts with the kept mass at best (theory), not with 1."""
+    teacher, p = make_teacher(6, 60, 20)
+    weight = torch.eye(20)
+    hidden = (p / p.sum(-1, keepdim=True)).log()
+    _, stats = fused_divergence(hidden, weight, torch.arange(6), torch.ones(6), teacher)
+    torch.testing.assert_close(stats.alpha, p.sum(-1))
+    assert stats.loss.abs().max() < 1e-5
+    assert (p.sum(-1) < 0.95).any()
+
+
+def test_entropy_bound_of_softcapped_teacher() -> None:
+    teacher, _ = make_teacher(5, 60, 60)
+    capped = Teacher(teacher.hidden, teacher.head, torch.zeros(5), softcap=2.0)
+    assert capped.log_probs(slice(0, 5)).abs().max() <= 2.0
+    assert math.isclose(float(capped.log_probs(slice(0, 1))[0, 0]), math.tanh(float(teacher.hidden[0] @ teacher.head[0]) / 2) * 2, abs_tol=1e-5)

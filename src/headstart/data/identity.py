@@ -1,0 +1,78 @@
+"""The one check before anything is captured: logits rebuilt from the last state must be the engine's own.
+
+It finds a wrong layer, a missing or doubled norm, a wrong head, a wrong wrapper path and a wrong dtype; where it fails, the states
+at the neighbouring boundaries say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.engines.base import Engine, States
+from headstart.errors import GateError
+from headstart.target.head import TargetHead
+from headstart.types import Sample
+
+# Largest difference of one probability that rounding explains, by compute type.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03}
+LEAST_AGREEMENT = {"float32": 0.999, "bfloat16": 0.97, "float16": 0.99}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """max_dp: largest |p rebuilt - p engine|; argmax_agreement: share of rows with the same most likely token."""
+
+    probes: int
+    tokens: int
+    max_dp: float
+    argmax_agreement: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_identity(engine: Engine, head: TargetHead, probes: Sequence[Sample], batch_tokens: int) -> Identity:
+    """Compare rebuilt and own probabilities over the probe samples.
+
+    Raises:
+        GateError: they differ by more than rounding; says what the captured state is instead, when that can be told.
+    """
+    layers = engine.info.num_layers
+    found = {states.id: states for states in engine.capture(probes, (layers - 1, layers), batch_tokens)}
+    worst, agreed, tokens = 0.0, 0, 0
+    for probe in probes:
+        own = engine.log_probs(probe.input_ids.tolist())
+        rebuilt = head.logits(found[probe.id].last.to(head.lm_head.device)).log_softmax(-1).to(own.device)
+        worst = max(worst, float((rebuilt.exp() - own.exp()).abs().max()))
+        agreed += int((rebuilt.argmax(-1) == own.argmax(-1)).sum())
+        tokens += len(own)
+    result = Identity(len(probes), tokens, worst, agreed / tokens)
+    dtype = engine.info.dtype
+    if not worst <= TOLERANCE[dtype] or result.argmax_agreement < LEAST_AGREEMENT[dtype]:
+        raise GateError(
+            f"logits rebuilt from the captured last state are not the target's own: "
+            f"max |dp| {worst:.3g}, argmax agreement {100 * result.argmax_agreement:.1f} %",
+            looked_for=f"max |dp| <= {TOLERANCE[dtype]} in {dtype}; the captured state is {what_is(found[probes[0].id], head)}",
+            do="nothing was captured; check target.layers_path and that this model's final norm and head are known",
+        )
+    return result
+
+
+def what_is(states: States, head: TargetHead) -> str:
+    """What `states.last` really is, given aux states at boundaries n-1 and n of the same tokens."""
+    before, final = states.aux[:, 0], states.aux[:, 1]
+    names = {"pre-norm final": final, "one layer early": before, "post-norm": head.norm(final)}
+    for name, candidate in names.items():
+        if _close(states.last, candidate):
+            return name
+    return "none of: the last layer's output, the layer before it, the normed output"
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    scale = other.float().abs().max().clamp_min(1e-6)
+    return bool(((one.float() - other.float()).abs().max() / scale) < 1e-3)

@@ -1,0 +1,84 @@
+"""What an engine does for the stages: generate answers, capture hidden states, and say what it believes.
+
+Boundary index b: the number of decoder layers already applied. b=0 embeddings, b=k the output of layer k-1, b=n the output of
+the last layer before the final norm. Every engine translates b to its own convention inside itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from headstart.types import Completion, Prompt, Sample, Sampling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from headstart.target.head import TargetHead
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Recorded in every manifest that the engine's numbers went into."""
+
+    name: str
+    version: str
+    model: str
+    dtype: str
+    device: str
+    layers_path: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class States:
+    """Hidden states of one sample. aux: [tokens, n_aux, d]; last: [tokens, d] before the final norm; ids: those computed on."""
+
+    id: str
+    ids: tuple[int, ...]
+    aux: torch.Tensor
+    last: torch.Tensor
+
+
+class Engine(Protocol):
+    """Both iterators may yield in any order; each item names what it belongs to."""
+
+    info: EngineInfo
+    folder: Path
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]: ...
+
+    def capture(self, samples: Sequence[Sample], boundaries: Sequence[int], batch_tokens: int) -> Iterator[States]: ...
+
+    def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
+        """The engine's own log-probabilities, float32 [tokens, vocabulary]: row t is the distribution of token t+1."""
+        ...
+
+    def head(self) -> TargetHead:
+        """Embedding, final norm and output head of the target, as the engine holds them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Session(Protocol):
+    """The target with a key/value cache, for decoding step by step (one sequence)."""
+
+    def extend(self, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append tokens. Returns logits float32 [n, V] and aux states [n, n_aux, d]."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forget everything after the first `length` tokens."""
+        ...
+
+
+class Decoding(Protocol):
+    """An engine that can decode step by step under our control."""
+
+    def session(self, boundaries: Sequence[int]) -> Session: ...

@@ -1,0 +1,94 @@
+"""From the name of a target in the settings to a local folder that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headstart import files
+from headstart.errors import UserError
+from headstart.target import smollm2
+
+SHIPPED = "smollm2-135m"
+
+_CONFIG = "config.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_UNUSED = ["*.pt", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5", "original/*", "onnx/*", "consolidated*"]
+_SAMPLE = 1 << 16  # bytes hashed at the start, middle and end of a weight file
+
+
+def resolve(
+    model: str, revision: str | None = None, *, weights: bool = True, progress: Callable[[str], None] | None = None
+) -> Path:
+    """The folder of `model`: `smollm2-135m` is made from its package, a folder is itself, a hub id is downloaded.
+
+    With `weights` False a hub model's weights are left out: its configuration, tokenizer and template are small.
+
+    Raises:
+        UserError: there is no such folder, it holds no model, or the hub cannot give it.
+    """
+    if model == SHIPPED:
+        return smollm2.materialize(progress=progress)
+    folder = Path(model).expanduser()
+    if folder.exists() or _looks_local(model):
+        return _checked(folder)
+    return _download(model, revision, weights)
+
+
+def fingerprint(folder: Path) -> str:
+    """A SHA-256 that changes when the model in `folder` does.
+
+    Small files count whole; of weight files the name, the size and three samples, since reading a big model takes minutes.
+    """
+    listed = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return files.sha256_json({path.name: _entry(path) for path in listed})
+
+
+def _looks_local(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+
+
+def _checked(folder: Path) -> Path:
+    if (folder / _CONFIG).is_file():
+        return folder.resolve()
+    raise UserError(
+        f"there is no model in {folder}",
+        looked_for=str(folder / _CONFIG),
+        do=f"set target.model to a model's folder, a hub id (owner/name), or {SHIPPED}",
+    )
+
+
+def _download(model: str, revision: str | None, weights: bool) -> Path:
+    skip = _UNUSED if weights else [f"*{suffix}" for suffix in _WEIGHTS] + _UNUSED
+    folder = _snapshot(model, revision, [*skip, "*.bin"])
+    if weights and not any(folder.glob("*.safetensors")):
+        folder = _snapshot(model, revision, skip)
+    return _checked(folder)
+
+
+def _snapshot(model: str, revision: str | None, skip: list[str]) -> Path:
+    from huggingface_hub import snapshot_download  # its import takes a third of a second
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, ignore_patterns=skip))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"the model {model} cannot be had: {reason}",
+            looked_for=f"a folder of that name, then the hub{f' at revision {revision}' if revision else ''}",
+            do=f"check the name and the network (HF_TOKEN for gated models), give a folder, or use {SHIPPED}",
+        ) from None
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if not path.name.endswith(_WEIGHTS):
+        return {"bytes": size, "sha256": files.sha256_file(path)}
+    with path.open("rb") as file:
+        samples = []
+        for start in (0, size // 2, max(size - _SAMPLE, 0)):
+            file.seek(start)
+            samples.append(files.sha256_json(file.read(_SAMPLE).hex()))
+    return {"bytes": size, "samples": samples}

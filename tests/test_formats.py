@@ -1,0 +1,283 @@
+"""The foreign formats: explicit in every field, and the same draft when read back. Damage and strangers are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlamaConfig
+
+from fixtures_drafts import DRAFTS, FACTS, FORMATS, change_config, change_tensors, random_draft, read_config
+from fixtures_models import save_llama
+from headstart.errors import UserError
+from headstart.formats import common, speculators, tensors, vllm
+from headstart.stages import export
+
+
+@pytest.fixture(params=FORMATS)
+def form(request: pytest.FixtureRequest) -> ModuleType:
+    return FORMATS[request.param]
+
+
+@pytest.mark.parametrize("changes", DRAFTS.values(), ids=DRAFTS)
+def test_what_is_written_is_read_back(tmp_path: Path, form: ModuleType, changes: dict) -> None:
+    draft = random_draft(**changes)
+    form.write(tmp_path, draft, FACTS)
+    shape, found = form.read(tmp_path)
+    assert shape == draft.shape
+    wanted = {
+        **draft.state_dict(),
+        "draft_to_target": draft.draft_to_target,
+        "embed_tokens": draft.embed_tokens,
+    }
+    assert set(found) == set(wanted)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    again = tensors.rebuild(shape, found, draft.embed_tokens)
+    assert torch.equal(export.probe(again), export.probe(draft))
+    other = tmp_path / "other"
+    form.write(other, again, FACTS)
+    assert {file.name: file.read_bytes() for file in other.iterdir()} == {
+        file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_type_is_the_drafts_own(tmp_path: Path, form: ModuleType, dtype: torch.dtype) -> None:
+    draft = random_draft().to(dtype)
+    form.write(tmp_path, draft, FACTS)
+    assert read_config(tmp_path)["dtype"] == str(dtype).removeprefix("torch.")
+    _, found = form.read(tmp_path)
+    assert {tensor.dtype for name, tensor in found.items() if name != "draft_to_target"} == {dtype}
+
+
+def test_vllm_tensors_have_the_names_and_shapes_that_vllm_knows(tmp_path: Path) -> None:
+    vllm.write(tmp_path, random_draft(fc_norm=True, head_dim=10, norm_output=True), FACTS)
+    heads, kv, width = 4 * 10, 2 * 10, 64
+    layer = {
+        "hidden_norm.weight": [width],
+        "input_layernorm.weight": [width],
+        "post_attention_layernorm.weight": [width],
+        "self_attn.q_proj.weight": [heads, 2 * width],
+        "self_attn.k_proj.weight": [kv, 2 * width],
+        "self_attn.v_proj.weight": [kv, 2 * width],
+        "self_attn.o_proj.weight": [width, heads],
+        "mlp.gate_proj.weight": [96, width],
+        "mlp.up_proj.weight": [96, width],
+        "mlp.down_proj.weight": [width, 96],
+    }
+    wanted = {f"midlayer.{name}": shape for name, shape in layer.items()} | {
+        "fc.weight": [width, 3 * width],
+        **{f"fc_norm.{index}.weight": [width] for index in range(3)},
+        "norm.weight": [width],
+        "lm_head.weight": [96, width],
+        "embed_tokens.weight": [512, width],
+        "d2t": [96],
+        "t2d": [512],
+    }
+    found = load_file(tmp_path / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == wanted
+    assert found["d2t"].dtype == torch.int64
+    assert found["t2d"].dtype == torch.bool
+
+
+def test_layers_of_a_deeper_draft_are_numbered_from_0(tmp_path: Path) -> None:
+    vllm.write(tmp_path, random_draft(num_layers=2), FACTS)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["layers.0.self_attn.q_proj.weight"].shape == (64, 128)
+    assert found["layers.1.self_attn.q_proj.weight"].shape == (64, 64)
+    assert "layers.1.hidden_norm.weight" not in found
+
+
+@given(st.sets(st.integers(0, 511), min_size=1, max_size=511))
+def test_offsets_lead_from_draft_ids_to_target_ids(ids: set[int]) -> None:
+    draft = random_draft(draft_vocab_size=len(ids))
+    draft.draft_to_target = torch.tensor(sorted(ids))
+    out = tensors.outward(draft, "layers.0", embed=False)
+    assert [index + offset for index, offset in enumerate(out["d2t"].tolist())] == sorted(ids)
+    assert set(out["t2d"].nonzero()[:, 0].tolist()) == ids
+
+
+def test_a_full_vocabulary_has_no_maps(tmp_path: Path, form: ModuleType) -> None:
+    form.write(tmp_path, random_draft(draft_vocab_size=512), FACTS)
+    assert not {"d2t", "t2d"} & set(tensors.names_in(tmp_path))
+    assert torch.equal(form.read(tmp_path)[1]["draft_to_target"], torch.arange(512))
+
+
+def test_embedding_is_the_targets_byte_for_byte_or_absent(tmp_path: Path, form: ModuleType) -> None:
+    """C45."""
+    target = load_file(save_llama(tmp_path / "target") / "model.safetensors")["model.embed_tokens.weight"]
+    draft = random_draft(embed=target)
+    form.write(tmp_path / "kept", draft, FACTS)
+    kept = load_file(tmp_path / "kept" / "model.safetensors")["embed_tokens.weight"]
+    assert kept.numpy().tobytes() == target.numpy().tobytes()
+
+
+def test_embedding_may_be_left_out_where_the_target_gives_it(tmp_path: Path) -> None:
+    """C45: vLLM shares the target's; speculators would fill the gap with whatever is in memory."""
+    draft, facts = random_draft(), replace(FACTS, embed_tokens=False)
+    vllm.write(tmp_path / "vllm", draft, facts)
+    assert "embed_tokens.weight" not in tensors.names_in(tmp_path / "vllm")
+    shape, found = vllm.read(tmp_path / "vllm")
+    assert "embed_tokens" not in found
+    again = tensors.rebuild(shape, found, draft.embed_tokens)
+    assert torch.equal(export.probe(again), export.probe(draft))
+    with pytest.raises(UserError, match="random embedding"):
+        speculators.write(tmp_path / "speculators", draft, facts)
+    assert not (tmp_path / "speculators").exists()
+
+
+@pytest.mark.parametrize("changes", DRAFTS.values(), ids=DRAFTS)
+def test_every_field_is_explicit_and_none_is_null(tmp_path: Path, form: ModuleType, changes: dict) -> None:
+    """C43; a target without a beginning-of-text id has no such field, instead of null."""
+    draft = random_draft(**changes)
+    form.write(tmp_path, draft, replace(FACTS, bos_id=None, eos_ids=(2, 7)))
+    config, shape = read_config(tmp_path), draft.shape
+    assert list(common.nulls(config)) == []
+    layer = config["transformer_layer_config"] if form is speculators else config
+    assert layer["eos_token_id"] == [2, 7]
+    assert "bos_token_id" not in layer
+    wanted = {
+        "head_dim": shape.head_dim,
+        "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        "num_aux_hidden_states": len(shape.aux_layers),
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "target_model_type": "llama",
+        "dtype": "float32",
+    }
+    assert {name: layer[name] for name in wanted} == wanted
+    outer = {
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": 64,
+        "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
+        "norm_before_residual": shape.norm_before_residual,
+        "norm_before_fc": False,
+        "fc_norm": shape.fc_norm,
+        "norm_output": shape.norm_output,
+    }
+    assert {name: config[name] for name in outer} == outer
+    assert layer["eagle_config"] == {
+        "use_aux_hidden_state": True,
+        "layer_ids": list(shape.aux_layers),
+        "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
+    }
+
+
+def test_transformers_reads_the_config_as_it_is_meant(tmp_path: Path) -> None:
+    """What vLLM does first with the folder."""
+    vllm.write(tmp_path, random_draft(head_dim=10, rope_theta=500000.0), FACTS)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(config, LlamaConfig)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 500000.0}
+    assert (config.head_dim, config.num_key_value_heads, config.dtype) == (10, 2, torch.float32)
+    assert (config.draft_vocab_size, config.eagle_aux_hidden_state_layer_ids) == (96, [2, 3, 4])
+
+
+def test_speculators_names_target_and_proposal(tmp_path: Path) -> None:
+    speculators.write(tmp_path, random_draft(), replace(FACTS, draft_tokens=5))
+    config = read_config(tmp_path)
+    assert config["speculators_model_type"] == "eagle3"
+    said = config["speculators_config"]
+    assert said["verifier"] == {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]}
+    assert [method["speculative_tokens"] for method in said["proposal_methods"]] == [5]
+    assert said["default_proposal_method"] == said["proposal_methods"][0]["proposal_type"]
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "missing weight": (lambda t: t.pop("fc.weight"), "lacks: fc.weight"),
+    "unknown weight": (lambda t: t.update(extra=torch.zeros(1)), "unknown tensors: extra"),
+    "other shape": (lambda t: t.update({"norm.weight": torch.ones(8)}), "norm.weight"),
+    "no map": (lambda t: (t.pop("d2t"), t.pop("t2d")), "96 of 512"),
+    "map of another size": (lambda t: t.update(d2t=torch.zeros(64, dtype=torch.int64)), "64"),
+    "map past the vocabulary": (lambda t: t["d2t"].__setitem__(-1, 600), "no vocabulary"),
+    "map that goes back": (lambda t: t["d2t"].__setitem__(0, 500), "no vocabulary"),
+    "maps that differ": (lambda t: t["t2d"].logical_not_(), "different tokens"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_folder_is_refused(tmp_path: Path, form: ModuleType, damage: Callable, said: str) -> None:
+    """C25 (c) and (d) among them."""
+    form.write(tmp_path, random_draft(), FACTS)
+    change_tensors(tmp_path, damage)
+    with pytest.raises(UserError, match=said):
+        form.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {}}, "which states"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types"),
+    ],
+)
+def test_a_draft_that_ours_is_not_is_refused(tmp_path: Path, changes: dict, said: str) -> None:
+    vllm.write(tmp_path, random_draft(), FACTS)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=said):
+        vllm.read(tmp_path)
+
+
+def test_absent_fields_are_read_as_the_engine_reads_them(tmp_path: Path) -> None:
+    draft = random_draft(num_kv_heads=4, draft_vocab_size=512)
+    vllm.write(tmp_path, draft, FACTS)
+    config = read_config(tmp_path)
+    for name in ("num_key_value_heads", "head_dim", "draft_vocab_size", "norm_before_residual", "target_hidden_size"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert vllm.read(tmp_path)[0] == draft.shape
+
+
+def test_one_layer_under_its_number_is_read_too(tmp_path: Path) -> None:
+    draft = random_draft()
+    vllm.write(tmp_path, draft, FACTS)
+    save_file(tensors.outward(draft, "layers.0", embed=True), tmp_path / "model.safetensors")
+    name = "layers.0.mlp.up_proj.weight"
+    assert torch.equal(vllm.read(tmp_path)[1][name], draft.state_dict()[name])
+
+
+def test_speculators_folder_must_say_its_residual(tmp_path: Path) -> None:
+    speculators.write(tmp_path, random_draft(), FACTS)
+    change_config(tmp_path, norm_before_residual=None)
+    with pytest.raises(UserError, match="norm_before_residual"):
+        speculators.read(tmp_path)
+    change_config(tmp_path, speculators_model_type="dflash")
+    with pytest.raises(UserError, match="dflash"):
+        speculators.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_unreadable_folders(tmp_path: Path, form: ModuleType, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json"):
+        form.read(tmp_path)
+    form.write(tmp_path, random_draft(), FACTS)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        form.read(tmp_path)
+
+
+def test_drafts_that_no_engine_loads_are_not_written(tmp_path: Path, form: ModuleType) -> None:
+    with pytest.raises(UserError, match="32 wide"):
+        form.write(tmp_path, random_draft(hidden_size=32), FACTS)
+    draft = random_draft(embed=torch.randn(520, 64))
+    with pytest.raises(UserError, match="520 rows"):
+        form.write(tmp_path, draft, FACTS)
+    assert not list(tmp_path.iterdir())
+    vllm.write(tmp_path, draft, replace(FACTS, embed_tokens=False))

@@ -386,7 +386,7 @@ def test_interrupted_stage_is_said(planted: Planted) -> None:
     with pytest.raises(KeyboardInterrupt):
         planted.stage("regenerate", {}, {}, {"samples.parquet": _interrupt})
     assert "conversations (made by regenerate) is missing: was interrupted" in " ".join(
-        words.missing(planted.numbers())
+        verdicts.missing(planted.numbers())
     )
 
 
@@ -418,7 +418,7 @@ def test_library_that_is_not_installed(planted: Planted, monkeypatch: pytest.Mon
 def test_good_draft(planted: Planted) -> None:
     verdict = verdicts.verdict(planted.whole(scores(usual_rows(measured_speedup=1.4))).numbers())
     assert verdict.tone == "good"
-    assert verdict.text.startswith("The draft works")
+    assert verdict.text.startswith("Training helped: decoding yields")
     assert "1.70 tokens" in verdict.text
     assert "1.02" in verdict.text
     assert "1.40 times as fast" in verdict.text
@@ -475,6 +475,17 @@ def test_slower_on_a_gpu_does_not_blame_a_cpu(planted: Planted) -> None:
     said = planted.whole(scores(usual_rows(measured_speedup=0.7), device="cuda")).said()
     assert "a step over several tokens is dearer here" in said
     assert "CPU" not in said
+
+
+def test_checking_together_slower_than_one_by_one(planted: Planted) -> None:
+    rows_found = usual_rows(measured_speedup=0.2, costs=COSTS | {"verify_ratio": 5.1})
+    assert "checking the tokens together takes longer here" in planted.whole(scores(rows_found)).said()
+
+
+def test_little_and_few(planted: Planted) -> None:
+    said = planted.whole(scores(usual_rows(tau=1.09, interval=[1.07, 1.12], prompts=4))).said()
+    assert "That is still little." in said
+    assert "So few prompts make a rough interval." in said
 
 
 def test_nothing_timed(planted: Planted) -> None:

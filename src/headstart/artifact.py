@@ -1,8 +1,9 @@
 """Artifacts: folders that are whole or do not exist.
 
-A stage fills a hidden work folder (`.NAME.partial`), its `manifest.json` is written last, then the folder is renamed into
-place. A kill at any moment leaves either the old artifact, or a work folder that the same stage with the same settings and
-parents continues. A manifest says what the folder holds, from which parents and settings it was made, and by which versions.
+A stage fills a hidden work folder (`.NAME.partial`), its `manifest.json` is written last, then the folder is renamed
+into place. A kill at any moment leaves either the old artifact or the new one, and a work folder that the same stage
+with the same settings and parents continues. A manifest says what the folder holds, from which parents and settings it
+was made, and by which versions. In a work folder, `.NAME.tmp` is a write that was cut short.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headstart import __version__, files
 from headstart.errors import UserError
@@ -68,7 +69,10 @@ class Artifact:
 
 @dataclass
 class Build:
-    """An artifact being made: write files under `path`, fill `counts` and `facts`; `resumed` when work was found there."""
+    """An artifact being made: write files under `path`, fill `counts` and `facts`.
+
+    `resumed`: an earlier attempt with equal settings and parents left work in `path`.
+    """
 
     path: Path
     resumed: bool
@@ -128,49 +132,59 @@ def create(path: Path, kind: str, settings: Mapping[str, Any], parents: Mapping[
     Raises:
         UserError: `path` holds files that Headstart did not write, or another process is making it now.
     """
-    _writable(path.parent)
-    _settle(path)
-    _refuse_foreign(path)
-    parent_ids = {name: parent.manifest.id for name, parent in parents.items()}
+    key = work_key(kind, settings, {name: parent.manifest.id for name, parent in parents.items()})
     with _locked(path):
-        build = _open_work(path, {"kind": kind, "format": FORMAT, "settings": settings, "parents": parent_ids})
+        _complete(path)
+        _refuse_foreign(path)
+        build = _open_work(path, key)
         started = time.monotonic()
         yield build
-        _finish(path, build, kind, dict(settings), parent_ids, time.monotonic() - started)
+        _finish(path, build, key, time.monotonic() - started)
+
+
+def work_key(kind: str, settings: Mapping[str, Any], parents: Mapping[str, str]) -> dict[str, Any]:
+    """What an artifact is made from. Attempts with equal keys continue each other. `parents`: their ids."""
+    return {"kind": kind, "format": FORMAT, "settings": dict(settings), "parents": dict(parents)}
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a killed attempt left work that the stage would look at."""
+    """Whether a killed attempt left work behind."""
     return (_work(path) / KEY).exists()
 
 
-def remove(path: Path) -> None:
-    """Remove an artifact and its work folder, refusing when it holds foreign files."""
-    _refuse_foreign(path)
-    for folder in (path, _work(path), _old(path)):
-        if folder.exists():
-            shutil.rmtree(folder)
+def continues(path: Path, key: Mapping[str, Any]) -> bool:
+    """Whether an attempt with this `work_key` would continue the work that a killed attempt left."""
+    return is_partial(path) and files.read_json(_work(path) / KEY) == files.sha256_json(key)
 
 
 def _open_work(path: Path, key: dict[str, Any]) -> Build:
     work = _work(path)
-    wanted = files.sha256_json(key)
-    resumed = (work / KEY).exists() and files.read_json(work / KEY) == wanted
-    if not resumed:
-        shutil.rmtree(work, ignore_errors=True)
+    resumed = continues(path, key)
+    if resumed:
+        _drop_torn(work)
+    else:
+        _discard(work)
         work.mkdir(parents=True)
-        files.write_json(work / KEY, wanted)
+        files.write_json(work / KEY, files.sha256_json(key))
     return Build(work, resumed)
 
 
-def _finish(path: Path, build: Build, kind: str, settings: dict, parents: dict[str, str], seconds: float) -> None:
+def _drop_torn(work: Path) -> None:
+    """Without this, the rest of a write that was cut short would become part of the artifact."""
+    for torn in list(work.rglob(".*.tmp")):
+        if torn.is_dir():
+            shutil.rmtree(torn)
+        else:
+            torn.unlink(missing_ok=True)  # may have gone with the folder it was in
+
+
+def _finish(path: Path, build: Build, key: dict[str, Any], seconds: float) -> None:
     entries = {name: _entry(build.path / name) for name in _names(build.path)}
-    identity = {"kind": kind, "format": FORMAT, "settings": settings, "parents": parents, "files": entries}
     manifest = Manifest(
-        kind=kind,
-        id=files.sha256_json(identity),
-        settings=settings,
-        parents=parents,
+        kind=key["kind"],
+        id=files.sha256_json(key | {"files": entries}),
+        settings=key["settings"],
+        parents=key["parents"],
         counts=build.counts,
         files=entries,
         facts=build.facts,
@@ -184,59 +198,102 @@ def _finish(path: Path, build: Build, kind: str, settings: dict, parents: dict[s
 
 def _swap(path: Path) -> None:
     """Put the finished work folder in place. `_settle` completes this after a kill between any two lines."""
+    _refuse_foreign(path)  # also what was put there while the stage ran
     shutil.rmtree(_work(path) / SCRATCH, ignore_errors=True)
     if path.exists():
         path.rename(_old(path))
     _work(path).rename(path)
     (path / KEY).unlink(missing_ok=True)
     files.sync_folder(path.parent)
-    shutil.rmtree(_old(path), ignore_errors=True)
+    _discard(_old(path))
 
 
 def _settle(path: Path) -> None:
-    finished = (_work(path) / MANIFEST).exists()
-    if finished and not is_held(path):
+    """Complete what a killed process left half done. What a living one does, or a reader may not change, is left."""
+    if not _unsettled(path) or not os.access(path.parent, os.W_OK):
+        return
+    lock = _acquire(path, patience=0.0)
+    if lock is not None:
+        with lock:
+            _complete(path)
+            _lock_file(path).unlink(missing_ok=True)
+
+
+def _unsettled(path: Path) -> bool:
+    return (_work(path) / MANIFEST).exists() or _old(path).exists()
+
+
+def _complete(path: Path) -> None:
+    """As `_settle`, for the holder of the lock."""
+    if (_work(path) / MANIFEST).exists():
         _swap(path)
-    elif not path.exists() and _old(path).exists():
+    elif (_old(path) / MANIFEST).exists() and not path.exists():
         _old(path).rename(path)
-    elif _old(path).exists():
-        shutil.rmtree(_old(path), ignore_errors=True)
+    else:
+        _discard(_old(path))
 
 
-def is_held(path: Path) -> bool:
-    """Whether another process is making `path` at this moment."""
-    lock = _lock_file(path)
-    if not lock.exists():
-        return False
-    with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+def _discard(folder: Path) -> None:
+    """Remove a folder of ours. What says that it is whole, or can be continued, goes first."""
+    for name in (MANIFEST, KEY):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with _lock_file(path).open("w") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _acquire(path, patience=0.5)
+    except OSError as error:
+        what = f"cannot write into {path.parent}: {error.strerror}"
+        raise UserError(what, do="set `directory` to a writable place") from None
+    if lock is None:
+        raise UserError(f"another process is making {path}", do="wait for it, or end it")
+    with lock:
+        try:
+            yield
+        finally:
+            _lock_file(path).unlink(missing_ok=True)
+
+
+def _acquire(path: Path, patience: float) -> IO[str] | None:
+    """The locked lock file of `path`; None when another process holds it for longer than `patience` seconds.
+
+    The system drops the lock when its holder ends, however it ends. A file that its last holder has just removed is
+    not the lock any more, so it is looked up again.
+    """
+    give_up = time.monotonic() + patience
+    while True:
+        file = _lock_file(path).open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _same_file(file, _lock_file(path)):
+                return file
         except BlockingIOError:
-            raise UserError(f"another process is making {path}", do="wait for it, or end it") from None
-        yield
-    _lock_file(path).unlink(missing_ok=True)
+            if time.monotonic() >= give_up:
+                file.close()
+                return None
+        file.close()
+        time.sleep(0.01)
+
+
+def _same_file(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _refuse_foreign(path: Path) -> None:
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise UserError(f"{path} is a file", looked_for="a folder, or nothing", do="move it away")
+    if path.is_symlink() or path.is_file():
+        kind = "link" if path.is_symlink() else "file"
+        raise UserError(f"{path} is a {kind}", looked_for="a folder, or nothing", do="move it away")
     known = {MANIFEST, KEY}
     if (path / MANIFEST).exists():
         known |= set(_read_manifest(path).files)
-    foreign = sorted(set(_names(path)) - known)
-    if foreign:
+    found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
+    if foreign := sorted(found - known):
         raise UserError(
             f"{path} holds files that headstart did not write: {', '.join(foreign[:5])}",
             looked_for="an empty folder, none, or one made by headstart",
@@ -244,25 +301,15 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".write-probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write into {folder}: {error.strerror}", do="set `directory` to a writable place") from None
-
-
 def _read_manifest(path: Path) -> Manifest:
     try:
         raw = files.read_json(path / MANIFEST)
-        manifest = Manifest(**raw)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path / MANIFEST} cannot be read: {error}", do="delete the folder and run the stage again") from None
-    if manifest.format != FORMAT:
-        raise UserError(f"{path} has format {manifest.format}; this headstart reads {FORMAT}")
-    return manifest
+        if raw["format"] != FORMAT:
+            raise UserError(f"{path} has format {raw['format']}; this headstart reads {FORMAT}")
+        return Manifest(**raw)
+    except (ValueError, TypeError, KeyError) as error:
+        what = f"{path / MANIFEST} cannot be read: {error}"
+        raise UserError(what, do="delete the folder and run the stage again") from None
 
 
 def _check_file(path: Path, size: int, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headstart import __version__
-from headstart.errors import HeadstartError
+from headstart.errors import HeadstartError, UserError
 
 if TYPE_CHECKING:
     from headstart.config import Run
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="headstart",
     help="Train speculative-decoding draft models (EAGLE-3) for the model you serve, and prove that they work.",
-    epilog="First time: headstart demo. Your own model: write a run.toml (headstart config), then headstart run run.toml",
+    epilog="First: headstart demo. Your own model: write a run.toml (headstart config), then headstart run run.toml",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,21 +28,44 @@ app = typer.Typer(
 )
 
 RunFile = Annotated[Path, typer.Argument(help="the run's TOML file", metavar="RUN.TOML")]
-Settings = Annotated[list[str] | None, typer.Option("-s", "--set", help="any setting, e.g. -s train.epochs=2", metavar="KEY=VALUE")]
+Settings = Annotated[
+    list[str] | None, typer.Option("-s", "--set", help="any setting, e.g. -s train.epochs=2", metavar="KEY=VALUE")
+]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="no progress")]
 Json = Annotated[bool, typer.Option("--json", help="for machines: JSON on stdout")]
+
+# What an optional dependency comes with, by the name it is imported by.
+_TRAIN = "gguf huggingface_hub jinja2 numpy pyarrow safetensors tokenizers torch transformers"
+EXTRAS = {**dict.fromkeys(_TRAIN.split(), "train"), "matplotlib": "report"}
+INTERRUPTED = 130  # what typer ends with on Ctrl-C, as shells do
 
 
 def main() -> None:
     """Run the command; errors that a person caused become short lines and exit code 2."""
     try:
         app()
-    except HeadstartError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues where this one stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            print("interrupted; the same command continues where this one stopped", file=sys.stderr)
+        raise
+    except Exception as error:
+        told = _told(error)
+        if told is None:  # our bug: with its traceback
+            raise
+        print(f"error: {told}", file=sys.stderr)
+        raise SystemExit(told.exit_code) from None
+
+
+def _told(error: Exception) -> HeadstartError | None:
+    """The error as a person should see it; None when it is nothing they can do something about."""
+    if isinstance(error, HeadstartError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in EXTRAS:
+        return UserError(f"{missing} is not installed", do=f"pip install 'headstart[{EXTRAS[missing]}]'")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        name = error.filename or "where it was written"
+        return UserError(f"no space is left on the disk of {name}", do="make room; the same command continues")
+    return None
 
 
 @app.callback(invoke_without_command=True)
@@ -118,7 +142,9 @@ def config(file: Annotated[Path | None, typer.Argument(help="show this run's val
 
 
 @app.command()
-def inspect(model: Annotated[str, typer.Argument(help="folder, config.json or shipped model name")], as_json: Json = False) -> None:
+def inspect(
+    model: Annotated[str, typer.Argument(help="folder, config.json or shipped model name")], as_json: Json = False
+) -> None:
     """What is inside a target, read from its config.json alone: no weights, no GPU, no remote code.
 
     Example: headstart inspect Qwen3-8B/config.json
@@ -179,7 +205,7 @@ def _locate(path: Path, settings: list[str] | None) -> tuple[Run, Path]:
     from headstart.config import load
 
     if path.is_dir():
-        return rundir.recorded(path), path
+        return rundir.recorded(path, settings or ()), path
     run = load(path, settings or ())
     return run, Path(run.directory)
 
@@ -193,33 +219,37 @@ def _existing(root: Path) -> Path:
 
 def _show_status(found: list[Status], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([{"stage": s.verb, "folder": s.folder, "state": s.state, "why": s.why} for s in found], indent=2))
+        rows = [{"stage": one.verb, "folder": one.folder, "state": one.state, "why": one.why} for one in found]
+        print(json.dumps(rows, indent=2))
         return
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("stage", "artifact", "state", "made", "took", "why", box=None, pad_edge=False)
     colors = {"fresh": "green", "stale": "yellow", "partial": "yellow", "missing": "red"}
     for one in found:
         made, took = (one.manifest.created, f"{one.manifest.seconds:.0f} s") if one.manifest else ("", "")
-        table.add_row(one.verb, one.folder, f"[{colors[one.state]}]{one.state}[/]", made, took, one.why)
+        table.add_row(one.verb, one.folder, f"[{colors[one.state]}]{one.state}[/]", made, took, escape(one.why))
     _print(table)
 
 
 def _show_settings(found: list[Any]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("setting", "type", "default", "meaning", box=None, pad_edge=False)
     for setting in found:
-        table.add_row(*(part.replace("[", "\\[") for part in setting))
+        table.add_row(*(escape(part) for part in setting))
     _print(table)
 
 
 def _show_facts(facts: dict[str, Any], evidence: dict[str, str]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("fact", "value", "evidence", box=None, pad_edge=False)
     for name, value in facts.items():
-        table.add_row(name, "unknown" if value is None else str(value), evidence.get(name, ""))
+        table.add_row(name, "unknown" if value is None else escape(str(value)), escape(evidence.get(name, "")))
     _print(table)
 
 

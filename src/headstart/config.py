@@ -1,15 +1,18 @@
 """Every setting of a run, in one frozen model: read from TOML, changed by `-s section.key=value`, printed whole.
 
-This module imports neither torch nor transformers. A field's description is its documentation: `headstart config` prints it.
+This module imports neither torch nor transformers. A field's description is its documentation: `headstart config`
+prints it.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,6 +20,9 @@ from headstart.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(gt=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Temperature = Annotated[float, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Section(BaseModel):
@@ -41,14 +47,17 @@ class Data(Section):
     """Which conversations, and how they are cut and split."""
 
     sources: tuple[str, ...] = Field(
-        min_length=1, description="JSONL, JSON or Parquet files, or shipped sets such as `sharegpt`; in order of preference"
+        min_length=1,
+        description="JSONL, JSON or Parquet files, or shipped sets such as `sharegpt`; in order of preference",
     )
     max_conversations: Positive | None = Field(None, description="keep at most this many, by share of each source")
     max_turns: Positive = Field(4, description="user turns kept of one conversation, from its start")
     max_length: Positive = Field(2048, description="tokens of one sequence, prompt and answer together")
     max_prompt_tokens: Positive | None = Field(None, description="drop conversations whose first prompt is longer")
     validation_fraction: Fraction = Field(0.05, description="share of conversations held out to select checkpoints")
-    role_aliases: dict[str, str] = Field(default_factory=dict, description="foreign role names, e.g. {my_model = 'assistant'}")
+    role_aliases: dict[str, str] = Field(
+        default_factory=dict, description="foreign role names, e.g. {my_model = 'assistant'}"
+    )
     max_drop: Fraction = Field(0.2, description="stop when a larger share of the rows read cannot be used")
     answers: Literal["regenerate", "keep"] = Field(
         "regenerate", description="`regenerate`: the target answers anew; `keep`: train on the answers in the data"
@@ -56,18 +65,18 @@ class Data(Section):
     decontaminate: tuple[str, ...] = Field(
         ("mt_bench", "humaneval"), description="evaluation sets whose prompts must not be trained on"
     )
-    seed: int = Field(0, description="of the choice and the split")
+    seed: Seed = Field(0, description="seed of the choice and the split")
 
 
 class Regenerate(Section):
     """How the target answers the prompts."""
 
-    max_new_tokens: Positive = Field(512, description="longest answer")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling, with temperature above 0")
-    truncated: Literal["keep", "drop"] = Field("keep", description="answers that hit max_new_tokens")
-    batch_size: Positive = Field(64, description="prompts decoded together")
-    seed: int = Field(0, description="of sampling")
+    max_new_tokens: Positive = Field(512, description="tokens of the longest answer")
+    temperature: Temperature = Field(0.0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus that is sampled from, with temperature above 0")
+    truncated: Literal["keep", "drop"] = Field("keep", description="what becomes of answers that hit max_new_tokens")
+    batch_size: Positive = Field(64, description="prompts that are decoded together")
+    seed: Seed = Field(0, description="seed of sampling")
 
 
 class Vocab(Section):
@@ -82,7 +91,9 @@ class Capture(Section):
     aux_layers: tuple[int, ...] | None = Field(
         None, description="boundary indices b (decoder layers already applied); (2, n//2, n-3) when absent"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="stored type; `auto` is the compute type")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="stored type; `auto` is the compute type"
+    )
     batch_tokens: Positive = Field(4096, description="tokens per forward pass, padding counted")
     shard_tokens: Positive = Field(32768, description="tokens per shard; a killed capture loses at most one")
     max_bad_fraction: Fraction = Field(0.01, description="stop when a larger share of the samples fails a gate")
@@ -92,16 +103,22 @@ class Draft(Section):
     """The draft model. Sizes that are absent come from the target's shape."""
 
     algorithm: Literal["eagle3"] = Field("eagle3", description="how the draft is built and trained")
-    ttt_steps: Positive = Field(5, description="training-time-test steps T: how deep the draft learns to build on itself")
-    num_layers: Positive = Field(1, description="decoder layers")
-    num_heads: Positive | None = Field(None, description="attention heads")
-    num_kv_heads: Positive | None = Field(None, description="key/value heads")
-    head_dim: Positive | None = Field(None, description="width of one head")
-    intermediate_size: Positive | None = Field(None, description="width of the MLP")
-    norm_before_residual: bool = Field(False, description="residual after the hidden norm (speculators) or before it (official)")
+    ttt_steps: Positive = Field(
+        5, description="training-time-test steps T: how deep the draft learns to build on itself"
+    )
+    num_layers: Positive = Field(1, description="decoder layers of the draft")
+    num_heads: Positive | None = Field(None, description="attention heads of the draft")
+    num_kv_heads: Positive | None = Field(None, description="key/value heads of the draft")
+    head_dim: Positive | None = Field(None, description="width of one head of the draft")
+    intermediate_size: Positive | None = Field(None, description="width of the draft's MLP")
+    norm_before_residual: bool = Field(
+        False, description="residual after the hidden norm (speculators) or before it (official)"
+    )
     fc_norm: bool = Field(False, description="EAGLE-3.1: RMSNorm on each aux state before fc")
     norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed output to the next step")
-    lm_head: Literal["target", "random"] = Field("target", description="start of the draft head: the target's rows, or random")
+    lm_head: Literal["target", "random"] = Field(
+        "target", description="start of the draft head: the target's rows, or random"
+    )
 
 
 class Train(Section):
@@ -110,15 +127,19 @@ class Train(Section):
     epochs: Positive = Field(3, description="passes over the training conversations")
     max_steps: Positive | None = Field(None, description="end earlier, after this many optimiser steps")
     batch_tokens: Positive = Field(8192, description="tokens packed into one optimiser step")
-    learning_rate: float = Field(4e-4, gt=0, description="peak")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after the warm-up")
+    learning_rate: float = Field(4e-4, gt=0, description="learning rate at its peak")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="how it falls after the warm-up")
     warmup_fraction: Fraction = Field(0.05, description="share of the steps with a rising rate")
     min_lr_fraction: Fraction = Field(0.1, description="rate at the end, as a share of the peak")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW, on matrices only")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW")
-    clip: float = Field(1.0, gt=0, description="largest gradient norm")
-    loss: Literal["kl", "tv", "lk"] = Field("kl", description="kl: forward KL; tv: total variation; lk: their hybrid per position")
-    step_decay: float = Field(0.8, gt=0, le=1, description="weight of TTT step i is step_decay**i; official 0.8, speculators 1.0")
+    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW, on matrices only")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two averages of AdamW")
+    clip: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+    loss: Literal["kl", "tv", "lk"] = Field(
+        "kl", description="kl: forward KL; tv: total variation; lk: their hybrid per position"
+    )
+    step_decay: float = Field(
+        0.8, gt=0, le=1, description="weight of TTT step i is step_decay**i; official 0.8, speculators 1.0"
+    )
     mask: Literal["exact", "label"] = Field(
         "exact", description="exact: rows inference can meet; label: every row whose label is supervised (speculators)"
     )
@@ -126,25 +147,31 @@ class Train(Section):
     validate_every: Positive = Field(50, description="steps between validations; the best by acceptance length is kept")
     checkpoint_every: Positive = Field(50, description="steps between checkpoints")
     keep_checkpoints: Positive = Field(2, description="newest checkpoints kept while training")
-    seed: int = Field(0, description="of weights and data order")
+    seed: Seed = Field(0, description="seed of the first weights and the data order")
 
 
 class Evaluate(Section):
     """Measuring the draft by decoding with it."""
 
-    prompts: tuple[str, ...] = Field(("mt_bench", "humaneval"), description="held-out prompt sets: shipped names or files")
-    max_prompts: Positive = Field(40, description="prompts of each set")
+    prompts: tuple[str, ...] = Field(
+        ("mt_bench", "humaneval"), min_length=1, description="held-out prompt sets: shipped names or files"
+    )
+    max_prompts: Positive = Field(40, description="at most this many prompts of each set")
     max_new_tokens: Positive = Field(128, description="tokens decoded for each prompt")
     draft_tokens: Positive = Field(3, description="K: tokens drafted before each verify step")
-    temperatures: tuple[float, ...] = Field((0.0,), description="0 is greedy, with the lossless check; others sample")
+    temperatures: tuple[Temperature, ...] = Field(
+        (0.0,), min_length=1, description="each is measured; 0 is greedy, with the lossless check"
+    )
     baseline: bool = Field(True, description="also measure an untrained draft of the same shape")
-    seed: int = Field(0, description="of sampling and of the bootstrap")
+    seed: Seed = Field(0, description="seed of sampling and of the bootstrap")
 
 
 class Export(Section):
     """Folders that serving engines load."""
 
-    formats: tuple[Literal["vllm", "speculators"], ...] = Field(("vllm", "speculators"), description="one folder each")
+    formats: tuple[Literal["vllm", "speculators"], ...] = Field(
+        ("vllm", "speculators"), min_length=1, description="formats to write, one folder each"
+    )
     embed_tokens: bool = Field(True, description="write the target's embedding into the export, byte for byte")
 
 
@@ -154,13 +181,13 @@ class Run(Section):
     directory: str = Field("", description="run directory; `runs/NAME` after the TOML file when absent")
     target: Target
     data: Data
-    regenerate: Regenerate = Regenerate()
-    vocab: Vocab = Vocab()
-    capture: Capture = Capture()
-    draft: Draft = Draft()
-    train: Train = Train()
-    evaluate: Evaluate = Evaluate()
-    export: Export = Export()
+    regenerate: Regenerate = Regenerate.model_validate({})
+    vocab: Vocab = Vocab.model_validate({})
+    capture: Capture = Capture.model_validate({})
+    draft: Draft = Draft.model_validate({})
+    train: Train = Train.model_validate({})
+    evaluate: Evaluate = Evaluate.model_validate({})
+    export: Export = Export.model_validate({})
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Run:
@@ -195,11 +222,14 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def build(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Run:
-    """A `Run` from plain values; `raw` is changed by the overrides. Raises UserError as `load` does."""
+    """A `Run` from plain values; `raw` is changed by the overrides. Raises UserError as `load` does.
+
+    Values are read strictly, as JSON: `"2"` and `true` are no integers, and a TOML date is its text.
+    """
     for override in overrides:
         _apply(raw, override)
     try:
-        return Run.model_validate(raw)
+        return Run.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         raise _explain(error) from None
 
@@ -220,10 +250,19 @@ def _document(name: str, info: Any) -> SettingDoc:
 
 
 def _type_name(annotation: Any) -> str:
-    text = annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
-    for noise in ("typing.", "Annotated[", ", FieldInfo(annotation=NoneType, required=True, metadata=[Gt(gt=0)])]"):
-        text = text.replace(noise, "")
-    return text.replace("NoneType", "None")
+    """As a person reads it: `list of str`, `int or absent`, `"keep" or "drop"`. Bounds are told by the description."""
+    kind, inner = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        return _type_name(inner[0])
+    if kind is Literal:
+        return " or ".join(f'"{value}"' for value in inner)
+    if kind in (Union, UnionType):
+        return " or ".join("absent" if part is type(None) else _type_name(part) for part in inner)
+    if kind is tuple:
+        return f"list of {_type_name(inner[0])}" if Ellipsis in inner else f"{len(inner)} {_type_name(inner[0])}s"
+    if kind is dict:
+        return f"table of {_type_name(inner[1])}"
+    return annotation.__name__
 
 
 def _toml(value: Any) -> str:
@@ -256,15 +295,31 @@ def _value(text: str) -> Any:
 
 
 def _explain(error: ValidationError) -> UserError:
-    first = error.errors()[0]
+    """The first fault, but an unknown key before all others: misspelt, it is also why another one is missing."""
+    faults = error.errors()
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     name = ".".join(str(part) for part in first["loc"])
-    known = [setting.name for setting in settings()] + list(Run.model_fields)
+    listing = "headstart config lists every setting"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-        do = f"did you mean {near[0]}?" if near else "headstart config lists every setting"
-        return UserError(f"unknown setting {name}", do=do)
-    if first["type"] == "missing":
-        return UserError(f"the setting {name} is missing", do="headstart config lists every setting")
+        near = _nearest(name)
+        return UserError(f"unknown setting {name}", do=f"did you mean {near}?" if near else listing)
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
+        return UserError(f"the setting {name} is missing", do=listing)
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "tuple_type":
+        message = 'a list is needed, e.g. ["one", "two"]'
     value = f" = {first['input']!r}" if name else ""
-    return UserError(f"{name}{value}: {message}" if name else message, do="headstart config lists every setting")
+    return UserError(f"{name}{value}: {message}" if name else message, do=listing)
+
+
+def _nearest(name: str) -> str | None:
+    """The known setting that was probably meant: so called in another section, spelt alike, or a section."""
+    section, _, key = name.rpartition(".")
+    known = {setting.name: setting.name.rpartition(".")[2] for setting in settings()}
+    here = {full: last for full, last in known.items() if full.rpartition(".")[0] == section}
+    if not section:
+        here = {**known, **{top: top for top in Run.model_fields}}
+    if elsewhere := [full for full, last in known.items() if last == key]:
+        return " or ".join(elsewhere)
+    near = difflib.get_close_matches(key, here.values(), n=1)
+    return next((full for full, last in here.items() if last in near), None)

@@ -103,8 +103,9 @@ def _rich(label: str, total: float, unit: str, done: float) -> Iterator[Progress
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("  {task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"))
-    with Bars(*columns, TimeRemainingColumn(), TextColumn("{task.fields[extra]}"), console=Console(stderr=True)) as bars:
-        task = bars.add_task(label, total=total, completed=done, rate="", extra="")
+    columns = (*columns, TimeRemainingColumn(), TextColumn("{task.fields[extra]}"))
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(label, total=total, completed=int(done), rate="", extra="")
         started, count = time.monotonic(), 0.0
 
         class Bar:
@@ -120,7 +121,7 @@ def _rich(label: str, total: float, unit: str, done: float) -> Iterator[Progress
 
 def duration(seconds: float) -> str:
     """`95` -> `1m35s`."""
-    whole = int(seconds + 0.5)
+    whole = max(int(seconds + 0.5), 0)
     hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
     if hours:
         return f"{hours}h{minutes:02d}m"

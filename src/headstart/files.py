@@ -14,7 +14,7 @@ CHUNK = 1 << 20
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` so that `path` holds either its old content or all of the new one, also after a kill."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two processes may write at once; the last one wins
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()

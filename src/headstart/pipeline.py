@@ -34,13 +34,20 @@ STAGES = (
     Stage("capture", "states", ("conversations",), ("target", "capture")),
     Stage("train", "draft", ("states", "vocab"), ("draft", "train")),
     Stage("evaluate", "scores", ("draft", "states"), ("target", "evaluate")),
-    Stage("export", "export", ("draft", "states"), ("target.model", "export")),
+    Stage("export", "export", ("draft", "states"), ("target.model", "export", "evaluate.draft_tokens")),
 )
 BY_VERB = {stage.verb: stage for stage in STAGES}
 BY_FOLDER = {stage.folder: stage for stage in STAGES}
 
 # How a result is computed, not what it is: a change never makes an artifact stale.
-_SPEED_ONLY = {"regenerate.batch_size", "capture.batch_tokens", "capture.max_bad_fraction", "data.max_drop"}
+_SPEED_ONLY = {
+    "data.max_drop",
+    "regenerate.batch_size",
+    "capture.batch_tokens",
+    "capture.max_bad_fraction",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+}
 
 State = Literal["fresh", "stale", "partial", "missing"]
 
@@ -58,7 +65,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Context:
-    """All that a stage gets: the run's settings, its own settings for the manifest, its opened parents, where to tell."""
+    """All that a stage gets: the run's settings, its own for the manifest, its opened parents, where to tell."""
 
     run: Run
     stage: Stage
@@ -101,12 +108,20 @@ def status(run: Run, root: Path) -> list[Status]:
 
 
 def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
-    """Run one stage, whatever its state; its parents must be whole. Returns the new artifact."""
+    """Run one stage, whatever its state; its parents must be whole. Returns the new artifact.
+
+    Raises:
+        UserError: what the stage refuses.
+        RuntimeError: the stage ended without making its artifact; an older one with other settings does not count.
+    """
     stage = BY_VERB[verb]
     module = importlib.import_module(f"headstart.stages.{verb}")
     context = Context(run, stage, root, events)
     events.emit("stage-start", stage=verb)
     module.run(context)
+    left = artifact.read_manifest(context.path)
+    if left is None or canonical(left.settings) != canonical(context.settings):
+        raise RuntimeError(f"the stage {verb} ended without making {context.path}")
     made = artifact.open_artifact(context.path, stage.folder)
     events.emit("stage-end", stage=verb, seconds=made.manifest.seconds, counts=made.counts)
     events.say(f"{verb}: done in {duration(made.manifest.seconds)}")
@@ -118,6 +133,7 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
 
     Raises:
         StageFailed: a stage ended with a user error; names it, and no later stage is started.
+        Exception: a stage has a bug; a note names the stage, and no later stage is started.
     """
     for stage in _up_to(until):
         state = next(item for item in status(run, root) if item.verb == stage.verb)
@@ -129,7 +145,12 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
             execute(run, root, stage.verb, events)
         except HeadstartError as error:
             events.emit("stage-failed", stage=stage.verb, error=str(error))
-            raise StageFailed(f"stage {stage.verb} failed: {error.what}", looked_for=error.looked_for, do=error.do) from error
+            what = f"stage {stage.verb} failed: {error.what}"
+            raise StageFailed(what, looked_for=error.looked_for, do=error.do) from error
+        except Exception as error:
+            events.emit("stage-failed", stage=stage.verb, error=repr(error))
+            error.add_note(f"stage {stage.verb} failed")
+            raise
 
 
 def _up_to(until: str | None) -> Iterator[Stage]:
@@ -142,27 +163,37 @@ def _up_to(until: str | None) -> Iterator[Stage]:
 
 
 def _status_of(run: Run, root: Path, stage: Stage, earlier: Mapping[str, Status]) -> Status:
-    path = root / stage.folder
+    path, settings = root / stage.folder, settings_of(run, stage)
     manifest = artifact.read_manifest(path)
     if manifest is None:
         partial = artifact.is_partial(path)
-        why = "was interrupted; continues where it stopped" if partial else "not made yet"
+        why = _why_partial(path, stage, settings, earlier) if partial else "not made yet"
         return Status(stage.verb, stage.folder, "partial" if partial else "missing", why, None)
-    reasons = _why_stale(manifest, settings_of(run, stage), earlier)
+    reasons = _why_stale(manifest, stage, settings, earlier)
     return Status(stage.verb, stage.folder, "stale" if reasons else "fresh", "; ".join(reasons), manifest)
 
 
-def _why_stale(manifest: Manifest, wanted: dict[str, Any], earlier: Mapping[str, Status]) -> list[str]:
+def _why_partial(path: Path, stage: Stage, settings: dict[str, Any], earlier: Mapping[str, Status]) -> str:
+    """A killed attempt is continued only when it was made from the very same parents and settings."""
+    parents = {folder: made.id for folder in stage.parents if (made := earlier[folder].manifest) is not None}
+    if any(earlier[folder].state != "fresh" for folder in stage.parents):
+        return "was interrupted; what it is made from is not ready"
+    if artifact.continues(path, artifact.work_key(stage.folder, settings, parents)):
+        return "was interrupted; continues where it stopped"
+    return "was interrupted with other settings or parents; starts anew"
+
+
+def _why_stale(manifest: Manifest, stage: Stage, wanted: dict[str, Any], earlier: Mapping[str, Status]) -> list[str]:
     reasons = []
     for name in sorted(set(wanted) | set(manifest.settings)):
         old, new = manifest.settings.get(name), wanted.get(name)
         if canonical(old) != canonical(new):
             reasons.append(f"{name} was {old!r}, is {new!r}")
-    for folder, identity in manifest.parents.items():
+    for folder in stage.parents:
         parent = earlier[folder]
         if parent.state != "fresh":
             reasons.append(f"{folder} is {parent.state}")
-        elif parent.manifest is not None and parent.manifest.id != identity:
+        elif parent.manifest is not None and parent.manifest.id != manifest.parents.get(folder):
             reasons.append(f"{folder} was made anew")
     return reasons
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headstart import config, files
 from headstart.config import Run
@@ -19,21 +21,47 @@ def begin(run: Run, root: Path, *, quiet: bool = False) -> Events:
     Raises:
         UserError: the directory cannot be made or holds what is no run.
     """
+    resolved = run.model_dump(mode="json")
+    _refuse_foreign(root)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        resolved = run.model_dump(mode="json")
         files.write_json(root / SETTINGS, resolved)
     except OSError as error:
-        raise UserError(f"cannot write into {root}: {error.strerror}", do="set `directory` to a writable place") from None
+        what = f"cannot write into {root}: {error.strerror}"
+        raise UserError(what, do="set `directory` to a writable place") from None
     events = Events(root / EVENTS, quiet=quiet)
     events.emit("run", settings=resolved)
     events.say(f"run directory: {root}  (settings: {root / SETTINGS})")
     return events
 
 
-def recorded(root: Path) -> Run:
-    """The settings a run directory was last used with. Raises UserError when it is no run directory."""
+def recorded(root: Path, overrides: Sequence[str] = ()) -> Run:
+    """The settings a run directory was last used with, changed by `overrides`.
+
+    Raises:
+        UserError: it is no run directory, or its settings cannot be read.
+    """
     path = root / SETTINGS
     if not path.exists():
         raise UserError(f"{root} is not a run directory", looked_for=str(path), do="headstart run RUN.TOML makes one")
-    return config.build(files.read_json(path))
+    raw = _read(path)
+    if raw is None:
+        what = f"{path} does not hold the settings of a run"
+        raise UserError(what, do="move it away; headstart run RUN.TOML writes it again")
+    return config.build(raw, overrides)
+
+
+def _refuse_foreign(root: Path) -> None:
+    path = root / SETTINGS
+    if path.exists() and _read(path) is None:
+        what = f"{path} is not a file of headstart's"
+        raise UserError(what, do="move it away, or set `directory` to another place")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What the file holds when that looks like the settings of a run, else None."""
+    try:
+        raw = files.read_json(path)
+    except (OSError, ValueError):
+        return None
+    return raw if isinstance(raw, dict) and {"target", "data", "directory"} <= raw.keys() else None

@@ -48,45 +48,54 @@ class Teacher:
 
 
 class RowStats(NamedTuple):
-    """Per row, without gradient. loss, alpha: float32 [M]. choice: int64 [M], the draft vocabulary id of the largest logit."""
+    """Per row, without gradient. loss, alpha: float32 [M] (alpha nan where it was not asked for and the loss did not need it).
+    choice: int64 [M], the draft vocabulary id of the largest logit."""
 
     loss: Tensor
     alpha: Tensor
     choice: Tensor
 
 
+class _Kept(NamedTuple):
+    """The target on the draft vocabulary, for some label rows: p renormalised [n, Vd], its mass [n] and negative entropy [n]."""
+
+    p: Tensor
+    mass: Tensor
+    negentropy: Tensor
+
+    def rows(self, index: Tensor) -> _Kept:
+        return _Kept(self.p[index], self.mass[index], self.negentropy[index])
+
+
 def fused_divergence(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, teacher: Teacher, kind: Loss = "kl"
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, teacher: Teacher, kind: Loss = "kl", *, alpha: bool = True
 ) -> tuple[Tensor, RowStats]:
     """Sum over rows of scale * loss, differentiable in `hidden` and `weight`.
 
     hidden: [M, d] after the draft's final norm. weight: [Vd, d] draft head. labels: int64 [M] into the teacher's rows.
-    scale: float32 [M]; rows with 0 have no loss but have statistics.
+    scale: float32 [M]; rows with 0 have no loss but have statistics. alpha: whether to measure it where the loss does not need it.
     """
-    total, *stats = _Fused.apply(hidden, weight, labels, scale, teacher, kind)
+    total, *stats = _Fused.apply(hidden, weight, labels, scale, teacher, kind, alpha)
     return total, RowStats(*stats)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, teacher: Teacher, kind: Loss):
+    def forward(ctx, hidden, weight, labels, scale, teacher: Teacher, kind: Loss, wants_alpha: bool):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         loss, alpha = (torch.zeros(len(hidden), device=hidden.device) for _ in range(2))
         choice = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
         for span, rows in _by_label(labels, max(1, CHUNK_BYTES // (4 * len(weight)))):
-            log_p = teacher.log_probs(span)[labels[rows] - span.start]
+            kept = _kept(teacher.log_probs(span)).rows(labels[rows] - span.start)
             logits = (hidden[rows] @ weight.T).float()
-            choice[rows] = logits.argmax(-1)
-            loss[rows], alpha[rows], grad = _divergence(logits, log_p, kind, wants_hidden or wants_weight)
-            if grad is None:
-                continue
-            grad = grad.mul_(scale[rows][:, None])
+            loss[rows], alpha[rows], choice[rows], grad = _divergence(logits, kept, kind, wants_alpha)
+            # The scale of a row goes to the narrow side of each product: no pass over [rows, Vd] for it.
             if grad_hidden is not None:
-                grad_hidden[rows] = grad.to(weight.dtype) @ weight
+                grad_hidden[rows] = (grad.to(weight.dtype) @ weight) * scale[rows, None]
             if grad_weight is not None:
-                grad_weight.addmm_(grad.T, hidden[rows].float())
+                grad_weight.addmm_(grad.T, hidden[rows].float() * scale[rows, None])
         ctx.save_for_backward(*(x for x in (grad_hidden, grad_weight) if x is not None))
         ctx.kept = (wants_hidden, wants_weight, weight.dtype)
         ctx.mark_non_differentiable(loss, alpha, choice)
@@ -98,7 +107,7 @@ class _Fused(torch.autograd.Function):
         wants_hidden, wants_weight, dtype = ctx.kept
         grad_hidden = saved.pop(0) * grads[0] if wants_hidden else None
         grad_weight = (saved.pop(0) * grads[0]).to(dtype) if wants_weight else None
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def _by_label(labels: Tensor, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
@@ -116,21 +125,31 @@ def _by_label(labels: Tensor, rows_at_once: int) -> Iterator[tuple[slice, Tensor
         begin = end
 
 
-def _divergence(logits: Tensor, log_p: Tensor, kind: Loss, wanted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss [n], alpha [n] and d loss / d logits [n, Vd] of each row."""
-    log_q = logits.log_softmax(-1)
-    q, p = log_q.exp(), log_p.exp()
+def _kept(log_p: Tensor) -> _Kept:
+    log_mass = log_p.logsumexp(-1)
+    log_kept = log_p - log_mass[:, None]
+    p = log_kept.exp()
+    return _Kept(p, log_mass.exp(), torch.einsum("nv,nv->n", p, log_kept.clamp_min(torch.finfo(p.dtype).min)))
+
+
+def _divergence(logits: Tensor, kept: _Kept, kind: Loss, wants_alpha: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss [n], alpha [n], choice [n] and d loss / d logits [n, Vd] of each row, in as few passes over [n, Vd] as it takes."""
+    choice = logits.argmax(-1)
+    top = logits.gather(1, choice[:, None])[:, 0]
+    q = logits.softmax(-1)
+    log_z = top - q.gather(1, choice[:, None])[:, 0].log()
+    kl = kept.negentropy - torch.einsum("nv,nv->n", kept.p, logits) + log_z
+    if kind == "kl" and not wants_alpha:
+        return kl, torch.full_like(kl, torch.nan), choice, q.sub_(kept.p)
+    p = kept.p * kept.mass[:, None]
     alpha = torch.minimum(p, q).sum(-1)
-    if kind == "tv":
-        return 1 - alpha, alpha, _tv_slope(p, q) if wanted else None
-    log_kept = log_p - log_p.logsumexp(-1, keepdim=True)
-    kept = log_kept.exp()
-    kl = (kept * (log_kept - log_q)).sum(-1)
     if kind == "kl":
-        return kl, alpha, q - kept if wanted else None
+        return kl, alpha, choice, q.sub_(kept.p)
+    if kind == "tv":
+        return 1 - alpha, alpha, choice, _tv_slope(p, q)
     share = torch.exp(-3 * alpha)
-    slope = share[:, None] * (q - kept) + (1 - share)[:, None] * _tv_slope(p, q) if wanted else None
-    return share * kl + (1 - share) * (1 - alpha), alpha, slope
+    slope = share[:, None] * (q - kept.p) + (1 - share)[:, None] * _tv_slope(p, q)
+    return share * kl + (1 - share) * (1 - alpha), alpha, choice, slope
 
 
 def _tv_slope(p: Tensor, q: Tensor) -> Tensor:

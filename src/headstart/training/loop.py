@@ -148,7 +148,7 @@ def measure(trainer: Trainer, entries: Sequence[Entry]) -> StepStats:
     with torch.no_grad():
         for indices in epoch_order(entries, trainer.settings.batch_tokens, 0, 0):
             batch = trainer.assemble([entries[i] for i in indices], "exact")
-            _, stats = forward(trainer.draft, batch, trainer.teacher(batch), trainer.settings)
+            _, stats = forward(trainer.draft, batch, trainer.teacher(batch), trainer.settings, alpha=True)
             total = stats if total is None else total + stats
     assert total is not None
     return total

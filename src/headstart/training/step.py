@@ -36,9 +36,9 @@ class StepStats:
         """Means per step, and tau: 1 + sum_i P(all drafts up to i accepted), each over the chains that reach step i."""
         per_row = self.rows.clamp_min(1)
         joint = self.joint / self.reached.clamp_min(1)
-        return {
+        alpha = {} if self.alpha.isnan().any() else {"alpha": _rounded(self.alpha / per_row)}
+        return alpha | {
             "loss": _rounded(self.loss / per_row),
-            "alpha": _rounded(self.alpha / per_row),
             "accuracy": _rounded(self.accepted / per_row),
             "joint": _rounded(joint),
             "tau": round(1 + float(joint.sum()), 6),
@@ -52,14 +52,17 @@ def teacher_for(batch: Batch, head: TargetHead, rows: Tensor, vocabulary: Tensor
     return Teacher(batch.teacher, rows, batch.log_normalizer, head.softcap, head.scale, bias)
 
 
-def forward(draft: Eagle3, batch: Batch, teacher: Teacher, settings: Train) -> tuple[Tensor, StepStats]:
-    """The loss sum_i decay^i * mean over live rows of step i (differentiable), and the statistics (not)."""
+def forward(draft: Eagle3, batch: Batch, teacher: Teacher, settings: Train, *, alpha: bool = False) -> tuple[Tensor, StepStats]:
+    """The loss sum_i decay^i * mean over live rows of step i (differentiable), and the statistics (not).
+
+    alpha: measure it too, where the loss does not need it.
+    """
     steps = batch.plan.steps
     outs = unroll(draft, batch.aux, batch.tokens, batch.plan)
     labels = torch.cat([step.labels for step in steps])
     weights = [step.live.float() * (settings.step_decay**i / max(int(step.live.sum()), 1)) for i, step in enumerate(steps)]
     total, stats = fused_divergence(
-        draft.norm(torch.cat(outs)), draft.lm_head.weight, labels, torch.cat(weights), teacher, settings.loss
+        draft.norm(torch.cat(outs)), draft.lm_head.weight, labels, torch.cat(weights), teacher, settings.loss, alpha=alpha
     )
     accepted = draft.draft_to_target[stats.choice] == batch.top1[labels]
     return total, _statistics(batch, stats.loss, stats.alpha, accepted)

@@ -30,6 +30,7 @@ from headstart.target.head import TargetHead
 from headstart.types import Sample, Split
 
 INDEX = "index.parquet"
+HEADER = "headstart"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def write_shard(path: Path, pairs: Sequence[tuple[Sample, States]], head: Target
         length = len(sample.input_ids)
         entries.append(Entry(sample.id, sample.conversation, sample.source, sample.split, name, start, length))
         start += length
-    header = {"entries": json.dumps([asdict(entry) for entry in entries]), "dropped": json.dumps(dropped)}
+    # One key: safetensors writes several in an order that changes, and equal shards must have equal bytes.
+    header = {HEADER: json.dumps({"entries": [asdict(entry) for entry in entries], "dropped": dropped})}
     temporary = path.with_name(f".{name}.tmp")
     save_file(_columns(pairs, head), temporary, metadata=header)
     with temporary.open("rb") as file:
@@ -103,9 +105,10 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]] | None:
             header = shard.metadata() or {}
     except (OSError, SafetensorError):
         return None
-    if "entries" not in header:
+    if HEADER not in header:
         return None
-    return [Entry(**entry) for entry in json.loads(header["entries"])], json.loads(header["dropped"])
+    content = json.loads(header[HEADER])
+    return [Entry(**entry) for entry in content["entries"]], content["dropped"]
 
 
 def write_index(path: Path, entries: Iterable[Entry]) -> None:

@@ -1,8 +1,8 @@
 """Tiny random target models, saved as folders that Transformers, and so the engines, open like any real one.
 
-Weights come from a fixed seed and are large enough that next-token distributions are far from flat; norm gains are random,
-so that a forgotten gain changes every number. `vocab_size` is 512; a tokenizer put into the folder has fewer ids, so all of
-them have a padded vocabulary, `padvocab` (with 640 rows) more than the others.
+Weights come from a fixed seed and are large enough that next-token distributions are far from flat; norm gains are
+random, so that a forgotten gain changes every number. There are 512 rows of vocabulary, more than ids in the tokenizer
+of `fixtures_text`: all are padded, `padvocab` (640 rows) more than the others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM as CausalLM
 from transformers import (
     CLIPVisionConfig,
     CohereConfig,
@@ -22,7 +23,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers import AutoModelForCausalLM as CausalLM
 from transformers import LlavaForConditionalGeneration as Llava
 
 VOCAB = 512
@@ -30,7 +30,7 @@ SEED = 20
 
 
 def save_llama(folder: Path, **changes: object) -> Path:
-    """7 layers (the fewest for which the default boundaries 2, n//2, n-3 differ), width 64, 4 heads, 2 key/value heads."""
+    """7 layers (the fewest whose default boundaries 2, n//2, n-3 differ), width 64, 4 heads, 2 key/value heads."""
     return save(build(llama_config(**changes)), folder)
 
 
@@ -96,7 +96,8 @@ def save_wrapper(folder: Path) -> Path:
     torch.manual_seed(SEED)
     model = Llava(config)
     missing, unexpected = model.model.language_model.load_state_dict(text.model.state_dict(), strict=True)
-    assert not missing and not unexpected
+    assert not missing
+    assert not unexpected
     model.lm_head.load_state_dict(text.lm_head.state_dict())
     return save(model, folder)
 

@@ -68,7 +68,12 @@ class Killer:
         os.fsync = lambda _: None  # what survives a kill needs no disk
         artifact.versions = dict  # looking them up takes most of the time
         opened = io.open
-        io.open = lambda *args, **kwargs: Torn(opened(*args, **kwargs), self)  # type: ignore[assignment]
+
+        def tearing(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            made = opened(file, mode, *args, **kwargs)
+            return made if "r" in mode and "+" not in mode else Torn(made, self)
+
+        io.open = tearing  # type: ignore[assignment]
 
 
 class Torn:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fixtures_models
 import pytest
 from transformers import CONFIG_MAPPING
 
+import fixtures_models
 from headstart.errors import UserError
 from headstart.target.anatomy import Anatomy, anatomy_of, inspect
 from headstart.target.defaults import DEFAULTS
@@ -20,7 +20,7 @@ REAL = Path(__file__).parents[2] / "shared" / "configs" / "targets"
 
 SIZES = {"num_hidden_layers": 8, "hidden_size": 64, "vocab_size": 100, "num_attention_heads": 4}
 
-# Read by a person from the files: text_path, layers, width, vocabulary, heads, kv heads, head_dim, norm, tied, mla, moe.
+# By eye from the files: text_path, layers, width, vocabulary, heads, kv heads, head_dim, norm, tied, mla, moe.
 CHECKED: dict[str, tuple[Any, ...]] = {
     "MiniMaxAI--MiniMax-M2.5": ("", 62, 3072, 200064, 48, 8, 128, "rms", False, False, True),
     "OpenGVLab--InternVL3-1B": ("llm_config", 24, 896, 151674, 14, 2, 64, "rms", False, False, False),
@@ -116,7 +116,10 @@ def test_family_defaults_are_those_of_transformers(model_type: str) -> None:
         (SIZES, ""),
         ({"text_config": SIZES, "vision_config": {**SIZES, "num_hidden_layers": 99}}, "text_config"),
         ({"hidden_size": 64, "llm_config": SIZES}, "llm_config"),
-        ({"thinker_config": {"text_config": SIZES, "audio_config": SIZES}, "talker_config": SIZES}, "thinker_config.text_config"),
+        (
+            {"thinker_config": {"text_config": SIZES, "audio_config": SIZES}, "talker_config": SIZES},
+            "thinker_config.text_config",
+        ),
         ({"language_config": SIZES}, "language_config"),
         ({"odd_name": SIZES}, "odd_name"),
         ({"n_layer": 8, "n_embd": 64, "vocab_size": 100, "n_head": 4}, ""),
@@ -137,7 +140,11 @@ def test_finds_the_text_model_by_structure(config: dict[str, Any], path: str) ->
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "yarn", "factor": 4}}, 1e4, {"type": "yarn", "factor": 4}),
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6, None),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8}}, 1e6, {"rope_type": "linear", "factor": 8}),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8}},
+            1e6,
+            {"rope_type": "linear", "factor": 8},
+        ),
         (
             {
                 "rope_parameters": {
@@ -171,7 +178,9 @@ def test_an_explicit_null_is_not_the_default() -> None:
 
 
 def test_ends_come_from_every_place(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [1, 106], "text_config": SIZES | {"eos_token_id": 1}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"eos_token_id": [1, 106], "text_config": SIZES | {"eos_token_id": 1}})
+    )
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 50}))
     found = inspect(tmp_path)
     assert found.eos_ids == (1, 50, 106)
@@ -185,7 +194,10 @@ def test_ends_come_from_every_place(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "holds a list"),
         ("{}", "describes no language model"),
-        ('{"vision_config": {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 9}}', "describes no language model"),
+        (
+            '{"vision_config": {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 9}}',
+            "describes no language model",
+        ),
     ],
 )
 def test_files_that_are_no_configuration(content: str, message: str, tmp_path: Path) -> None:

@@ -398,6 +398,7 @@ def test_two_processes_do_not_make_the_same_artifact(path: Path) -> None:
     with other_process(HOLD, path) as process:
         with pytest.raises(UserError, match="another process is making"):
             make(path)
+        assert artifact.is_held(path)
         assert artifact.read_manifest(path) is None  # looking does no harm
         process.communicate("\n", timeout=20)
     assert process.returncode == 0
@@ -409,6 +410,7 @@ def test_a_killed_holder_leaves_no_lock(path: Path) -> None:
     with other_process(HOLD, path) as process:
         process.send_signal(signal.SIGKILL)
         process.wait(20)
+    assert not artifact.is_held(path)
     assert make(path) is True
 
 

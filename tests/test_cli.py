@@ -210,6 +210,7 @@ def test_config_shows_every_setting_or_the_values_of_a_run(file: Path) -> None:
     assert (draft["fc_norm"], draft["norm_output"]) == (True, True)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_missing_source_names_the_stage_and_stops(file: Path) -> None:
     """Case C49, with the real stage."""
     folder = _with_target(file)
@@ -242,7 +243,7 @@ def without(missing: set[str], *arguments: object, folder: Path) -> subprocess.C
 def test_a_base_install_does_what_it_can_and_names_the_extra(file: Path, tmp_path: Path) -> None:
     for arguments in (["--help"], ["status", file], ["config", file]):
         assert without(set(cli.EXTRAS), *arguments, folder=tmp_path).returncode == 0
-    for verb in ("run", *STAGES):
+    for verb in ("run", "capture", "export"):
         end = without(set(cli.EXTRAS), verb, file, "-q", folder=tmp_path)
         assert (end.returncode, end.stdout) == (2, "")
         what, do = end.stderr.splitlines()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import fixtures_models
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import GPTNeoXConfig, NemotronConfig, PreTrainedModel, Qwen3NextConfig
 
+import fixtures_models
 from headstart.engines.hooks import Decoder, capturing, find_decoder
 from headstart.errors import UserError
 from headstart.target.families import final_norm
@@ -57,13 +56,13 @@ def last_and_logits(model: PreTrainedModel, decoder: Decoder) -> tuple[torch.Ten
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def built(request: pytest.FixtureRequest) -> Iterator[tuple[PreTrainedModel, Decoder, TargetHead]]:
+def built(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, Decoder, TargetHead]:
     model = fixtures_models.build(CONFIGS[request.param])
     decoder = find_decoder(model, model.config.num_hidden_layers)
     with torch.no_grad():
         for parameter in decoder.final_norm.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    yield model, decoder, TargetHead.from_model(model, decoder.final_norm)
+    return model, decoder, TargetHead.from_model(model, decoder.final_norm)
 
 
 def test_rebuilt_logits_are_the_models_own(built: tuple[PreTrainedModel, Decoder, TargetHead]) -> None:

@@ -202,6 +202,13 @@ def test_an_interrupted_stage_is_partial_and_says_what_becomes_of_its_work(tmp_p
     assert why(tmp_path, "regenerate") == "was interrupted; what it is made from is not ready"
 
 
+def test_a_stage_that_another_process_is_at_is_not_called_interrupted(tmp_path: Path) -> None:
+    with Context(RUN, BY_VERB["prepare"], tmp_path, QUIET).create() as build:
+        assert why(tmp_path, "prepare") == "is being made at this moment"
+        build.file("file").write_text("x")
+    assert states(tmp_path)["prepare"] == "fresh"
+
+
 def test_a_whole_artifact_counts_while_a_newer_one_is_half_made(root: Path) -> None:
     abandon(root, "train", run_with("train.epochs=5"))
     assert stale(root, RUN) == []

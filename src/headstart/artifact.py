@@ -152,6 +152,17 @@ def is_partial(path: Path) -> bool:
     return (_work(path) / KEY).exists()
 
 
+def is_held(path: Path) -> bool:
+    """Whether a living process is making the artifact at this moment."""
+    if not _lock_file(path).exists() or not os.access(path.parent, os.W_OK):
+        return False
+    lock = _acquire(path, patience=0.0)
+    if lock is not None:
+        with lock:
+            _lock_file(path).unlink(missing_ok=True)
+    return lock is None
+
+
 def continues(path: Path, key: Mapping[str, Any]) -> bool:
     """Whether an attempt with this `work_key` would continue the work that a killed attempt left."""
     return is_partial(path) and files.read_json(_work(path) / KEY) == files.sha256_json(key)

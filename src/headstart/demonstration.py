@@ -6,12 +6,20 @@ import json
 import sys
 import tomllib
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from headstart import artifact, config, files, pipeline, rundir
 from headstart.errors import UserError
-from headstart.events import Events, duration
+from headstart.events import duration
+from headstart.report import report
+
+NEEDED = ("torch", "transformers", "pyarrow", "matplotlib", "jinja2")
+COLUMNS = ("draft", "T", "prompts", "tokens", "tau", "95 % interval", "lossless", "modelled", "measured")
 
 # What grows with the size. small is made for about 15 minutes on 2 CPU cores.
 SIZES: dict[str, tuple[str, ...]] = {
@@ -31,19 +39,28 @@ def run(size: str, directory: Path | None, overrides: list[str], *, quiet: bool 
     """Run the demo of a size in `directory` (default `runs/demo-SIZE`), continuing what is there; print the table.
 
     Raises:
-        UserError: an unknown size, or whatever a stage refuses.
+        UserError: an unknown size, a missing library, or whatever a stage refuses.
     """
     settings = settings_for(size, directory, overrides)
+    _check_installed()
     root = Path(settings.directory)
     events = rundir.begin(settings, root, quiet=quiet)
     pipeline.execute_all(settings, root, events)
-    report = _report(root, events)
+    events.say(f"report: writing {report.REPORT}")
+    page = report.write(root)
     result = summary(root)
     files.write_json(root / "scores.json", result)
     if as_json:
         print(json.dumps(result, indent=2))  # noqa: T201 (data goes to stdout)
     else:
-        _show(root, result, report)
+        show(root, result, page)
+
+
+def _check_installed() -> None:
+    """The report is written last; that it cannot be drawn is said first."""
+    for name in NEEDED:
+        if find_spec(name) is None:
+            raise UserError(f"{name} is not installed", do="pip install 'headstart[train,report]'")
 
 
 def settings_for(size: str, directory: Path | None, overrides: list[str]) -> config.Run:
@@ -59,7 +76,8 @@ def settings_for(size: str, directory: Path | None, overrides: list[str]) -> con
 def summary(root: Path) -> dict[str, Any]:
     """The demo's numbers in one place: tokens, seconds and rates of each stage, scores, files."""
     scores = files.read_json(root / "scores" / "scores.json")
-    manifests = {stage.verb: artifact.open_artifact(root / stage.folder, stage.folder).manifest for stage in pipeline.STAGES}
+    opened = {stage.verb: artifact.open_artifact(root / stage.folder, stage.folder) for stage in pipeline.STAGES}
+    manifests = {verb: made.manifest for verb, made in opened.items()}
     return {
         "target": scores["target"]["model"],
         "tokens": {
@@ -72,47 +90,43 @@ def summary(root: Path) -> dict[str, Any]:
         "offline": scores["offline"],
         "held_out_tau": manifests["train"].counts["best_tau"],
         "export": {name: str(root / "export" / name) for name in _formats(root)},
-        "serve": serve_command(root, scores["target"]["model"], scores["draft_tokens"]),
+        "serve": manifests["export"].facts["serve"],
     }
-
-
-def serve_command(root: Path, target: str, draft_tokens: int) -> str:
-    """The shell command that serves the target with the exported draft in vLLM."""
-    speculative = {"method": "eagle3", "model": str(root / "export" / "vllm"), "num_speculative_tokens": draft_tokens}
-    return f"vllm serve {target} --speculative-config '{json.dumps(speculative)}'"
 
 
 def _formats(root: Path) -> list[str]:
     return sorted(path.name for path in (root / "export").iterdir() if path.is_dir())
 
 
-def _report(root: Path, events: Events) -> Path:
-    from headstart.report import report
-
-    events.say("report: writing report.html")
-    return report.write(root)
-
-
-def _show(root: Path, result: dict[str, Any], report: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("draft", "prompts", "tokens", "tau", "95 % interval", "lossless", "modelled", "measured", box=None, pad_edge=False)
+def show(root: Path, result: dict[str, Any], page: Path) -> None:
+    """Print the table, what the columns mean, and what was written, to stdout."""
+    table = Table(*COLUMNS, box=None, pad_edge=False)
     for row in _overall(result["rows"]):
-        low, high = row["interval"] or (float("nan"),) * 2
-        lossless = "/".join(map(str, row["lossless"])) if row["lossless"] else "-"
-        table.add_row(
-            f"{row['draft']} draft" if row["draft"] != "none" else "no draft", str(row["prompts"]), f"{row['tokens']:,}",
-            f"{row['tau']:.3f}", f"{low:.3f} to {high:.3f}", lossless, _times(row["modelled_speedup"]), _times(row["measured_speedup"]),
-        )  # fmt: skip
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
+        table.add_row(*_cells(row))
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True, markup=False)
     tokens, seconds = result["tokens"], result["seconds"]
-    console.print(f"\ntrained on {tokens['answers']:,} answer tokens of {result['target']} ({tokens['captured']:,} captured)")
+    trained = f"trained on {tokens['answers']:,} answer tokens of {result['target']}"
+    console.print(f"\n{trained} ({tokens['captured']:,} captured)")
     console.print("  ".join(f"{verb} {duration(spent)}" for verb, spent in seconds.items()) + "\n")
     console.print(table)
-    console.print("\ntau: tokens per verify step of the target, its own token included; greedy decoding of held-out prompts")
-    console.print(f"files: {report}, {root / 'scores.json'}, {', '.join(result['export'].values())}")
+    console.print("\ntau: tokens per verify step of the target, its own token included; T 0: greedy decoding")
+    console.print(f"files: {page}, {root / 'scores.json'}, {', '.join(result['export'].values())}")
     console.print(f"serve: {result['serve']}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """One line of the table; columns as in `COLUMNS`."""
+    return (
+        "no draft" if row["draft"] == "none" else f"{row['draft']} draft",
+        f"{row['temperature']:g}",
+        str(row["prompts"]),
+        f"{row['tokens']:,}",
+        f"{row['tau']:.3f}",
+        "{:.3f} to {:.3f}".format(*row["interval"]) if row["interval"] else "-",
+        "/".join(map(str, row["lossless"])) if row["lossless"] else "-",
+        _times(row["modelled_speedup"]),
+        _times(row["measured_speedup"]),
+    )
 
 
 def _overall(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

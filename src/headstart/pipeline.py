@@ -175,6 +175,8 @@ def _status_of(run: Run, root: Path, stage: Stage, earlier: Mapping[str, Status]
 
 def _why_partial(path: Path, stage: Stage, settings: dict[str, Any], earlier: Mapping[str, Status]) -> str:
     """A killed attempt is continued only when it was made from the very same parents and settings."""
+    if artifact.is_held(path):
+        return "is being made at this moment"
     parents = {folder: made.id for folder in stage.parents if (made := earlier[folder].manifest) is not None}
     if any(earlier[folder].state != "fresh" for folder in stage.parents):
         return "was interrupted; what it is made from is not ready"

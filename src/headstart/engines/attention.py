@@ -35,6 +35,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    *,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:

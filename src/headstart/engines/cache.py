@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -42,7 +41,7 @@ class GrowingLayer(DynamicLayer):
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = states
         self._show(end)
-        return self.keys, self.values
+        return self._held()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` columns (a negative number, as Transformers has it)."""
@@ -50,23 +49,27 @@ class GrowingLayer(DynamicLayer):
 
     def select(self, rows: Tensor, start: int) -> None:
         """Keep `rows` (int64) and the columns from `start`."""
-        self.keys, self.values = self.keys[rows, :, start:], self.values[rows, :, start:]
-        self._buffers = None
+        self._hold(*(held[rows, :, start:] for held in self._held()))
 
     def join(self, other: GrowingLayer) -> None:
         """Put the rows of `other` below these, right-aligned."""
-        self.keys, self.values = _stack(self.keys, other.keys), _stack(self.values, other.values)
-        self._buffers = None
+        self._hold(*(_stack(mine, theirs) for mine, theirs in zip(self._held(), other._held(), strict=True)))
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        """Take these as they are; buffers with room come with the next `update`."""
+        self.keys, self.values, self._buffers = keys, values, None
 
     def _grow(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
         length = self.get_seq_length()
-        grown = []
-        for old, new in ((self.keys, key_states), (self.values, value_states)):
-            buffer = new.new_empty(*new.shape[:2], capacity, new.shape[-1])
-            if length:
-                buffer[:, :, :length] = old
-            grown.append(buffer)
-        self._buffers = (grown[0], grown[1])
+        keys, values = (new.new_empty(*new.shape[:2], capacity, new.shape[-1]) for new in (key_states, value_states))
+        if length:
+            keys[:, :, :length], values[:, :, :length] = self._held()
+        self._buffers = keys, values
 
     def _show(self, length: int) -> None:
         assert self._buffers is not None

@@ -1,7 +1,8 @@
 """Generation with Transformers: many prompts at once, in a batch that finished rows leave and waiting prompts enter.
 
-Rows are padded on the left, so that the newest tokens share a column. Each row samples from a generator of its own, seeded by
-the prompt: what a prompt gets does not depend on its neighbours (but for the rounding of batched matrix products).
+Rows are padded on the left, so that the newest tokens share a column. Each row samples from a generator of its own,
+seeded by the prompt: what a prompt gets does not depend on its neighbours (but for the rounding of batched matrix
+products).
 """
 
 from __future__ import annotations
@@ -62,18 +63,19 @@ class _Batch:
     def keep(self, indices: list[int]) -> None:
         """Let the other rows leave, and with them the columns that only they used."""
         self.rows = [self.rows[index] for index in indices]
-        chosen = torch.tensor(indices, device=self.mask.device)
+        chosen = torch.tensor(indices, device=self.mask.device, dtype=torch.long)
         self.mask = self.mask[chosen]
         if isinstance(self.cache, GrowingCache):
             start = self.mask.shape[1] - int(self.mask.sum(1).max())
             self.mask = self.mask[:, start:]
             self.cache.select(chosen, start)
         else:
-            self.cache.reorder_cache(chosen)
+            self.cache.reorder_cache(chosen)  # pyright: ignore[reportArgumentType]
 
     def join(self, other: _Batch) -> None:
         """Take in the rows of `other`; the shorter of both is padded on the left."""
-        assert isinstance(self.cache, GrowingCache) and isinstance(other.cache, GrowingCache)
+        assert isinstance(self.cache, GrowingCache)
+        assert isinstance(other.cache, GrowingCache)
         width = max(self.mask.shape[1], other.mask.shape[1])
         pads = [torch.nn.functional.pad(mask, (width - mask.shape[1], 0)) for mask in (self.mask, other.mask)]
         self.mask = torch.cat(pads)
@@ -95,7 +97,10 @@ class _Decoder:
 
     @torch.no_grad()
     def enter(self, batch: _Batch | None, waiting: deque[_Row]) -> _Batch | None:
-        """Read as many waiting prompts as there is room for; recurrent caches cannot be joined, so only into an empty batch."""
+        """Read as many waiting prompts as there is room for.
+
+        Recurrent caches cannot be joined: there prompts only enter an empty batch.
+        """
         if batch is not None and not isinstance(batch.cache, GrowingCache):
             return batch
         while waiting and (batch is None or len(batch.rows) < self.batch_size):
@@ -191,7 +196,9 @@ def _rows(model: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling)
         if isinstance(longest, int):
             limit = min(limit, longest - len(prompt.ids))
         if limit < 1:
-            raise UserError(f"{prompt.id} has {len(prompt.ids)} tokens; the target reads {longest}", do="lower data.max_length")
+            raise UserError(
+                f"{prompt.id} has {len(prompt.ids)} tokens; the target reads {longest}", do="lower data.max_length"
+            )
         yield _Row(prompt, limit, torch.Generator().manual_seed(_seed(sampling.seed, prompt)))
 
 

@@ -1,4 +1,4 @@
-"""Finding the decoder layers inside a live model, whatever is wrapped around them, and reading their states by hooks."""
+"""Finding the decoder layers inside a live model, whatever is around them, and reading their states by hooks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from headstart.errors import GateError, UserError
 
-LAYER_LISTS = ("layers", "h", "blocks")
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "ln_out")
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_f", "norm_f", "embedding_norm")
 
 # A list of blocks under one of these names sees pictures or sound, or predicts beyond the next token.
 _TOWERS = ("vision", "visual", "image", "img", "vit", "video", "audio", "speech", "sound", "talker", "code2wav", "mtp")
@@ -22,7 +21,7 @@ _MIXERS = ("attn", "attention", "mixer", "mamba", "linear_attn", "temporal_block
 
 @dataclass(frozen=True)
 class Decoder:
-    """The text decoder of a model: its layers, where they are, and the norm between the last of them and the output head."""
+    """The text decoder of a model: its layers, their path, and the norm between the last one and the output head."""
 
     path: str
     layers: nn.ModuleList
@@ -45,9 +44,9 @@ def find_decoder(model: nn.Module, num_layers: int | None, layers_path: str | No
     layers = _at(model, path)
     if not isinstance(layers, nn.ModuleList):
         raise UserError(
-            f"target.layers_path = {path!r} leads to {type(layers).__name__}" if layers is not None else f"no module {path!r}",
-            looked_for="the list of decoder layers",
-            do=f"one of: {', '.join(_lists(model)) or 'the model has no lists of modules'}",
+            f"target.layers_path = {path!r} leads to {'nothing' if layers is None else type(layers).__name__}",
+            looked_for=f"a list of decoder layers, such as {', '.join(_lists(model)) or '(this model has none)'}",
+            do="correct it, or leave it out",
         )
     return Decoder(path, layers, _final_norm(model, path))
 
@@ -60,10 +59,10 @@ def _search(model: nn.Module, num_layers: int | None) -> str:
     best = [path for path, layers in fitting.items() if len(layers) == longest]
     if len(best) == 1:
         return best[0]
-    found = ", ".join(f"{path} ({len(layers)})" for path, layers in _lists(model).items())
+    found = ", ".join(f"{path} ({len(layers)})" for path, layers in _lists(model).items()) or "none"
     raise UserError(
-        f"the decoder layers of {type(model).__name__} were not found" if not best else f"decoder layers fit twice: {best}",
-        looked_for=f"one list of {num_layers or 'decoder'} blocks outside vision and audio towers; found {found or 'no list'}",
+        f"the decoder layers of {type(model).__name__} were not found" + (f": {best} fit alike" if best else ""),
+        looked_for=f"one list of {num_layers or 'decoder'} blocks outside vision and audio towers; found {found}",
         do="set target.layers_path to the right one",
     )
 

@@ -16,6 +16,6 @@ def open_engine(target: Target, batch_size: int = 64) -> TransformersEngine:
     Raises:
         UserError: the model cannot be had, or cannot be loaded; says why.
     """
-    from headstart.engines.transformers import TransformersEngine  # loads torch and transformers
+    from headstart.engines.transformers import TransformersEngine  # noqa: PLC0415 (slow to import)
 
     return TransformersEngine(target, batch_size)

@@ -6,6 +6,7 @@ Generation is our own loop (see engines/decoding.py), capture hooks the decoder 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from headstart.config import Target
 from headstart.engines import decoding
 from headstart.engines.attention import speed_up_decoding
-from headstart.engines.cache import GrowingCache, new_cache
 from headstart.engines.base import EngineInfo, States
+from headstart.engines.cache import GrowingCache, new_cache
 from headstart.engines.hooks import Captured, capturing, find_decoder
 from headstart.engines.weights import load_model, pick_device, pick_dtype
 from headstart.errors import UserError
@@ -91,7 +92,8 @@ class TransformersEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def capturing(self, boundaries: Sequence[int]) -> Captured:
+    def capturing(self, boundaries: Sequence[int]) -> AbstractContextManager[Captured]:
+        """Hooks on the decoder layers; see `hooks.capturing`."""
         return capturing(self.decoder.layers, boundaries)
 
     @torch.no_grad()
@@ -113,7 +115,7 @@ class TransformersEngine:
         if not ids:
             raise UserError(f"{name} has no tokens")
         rows = self._head.embed.shape[0]
-        if not (0 <= min(ids) and max(ids) < rows):
+        if not (min(ids) >= 0 and max(ids) < rows):
             raise UserError(
                 f"{name} holds token id {max(ids) if max(ids) >= rows else min(ids)}; the target has {rows}",
                 do="the tokenizer and the target do not belong together",

@@ -1,4 +1,4 @@
-"""Loading a target's weights with Transformers: the right class, whole, quiet, and without running foreign code unasked."""
+"""Loading a target's weights with Transformers: the right class, whole, quiet, and no foreign code unasked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"target.device = {name!r} cannot be used: {reason}", do="auto, cpu, cuda, cuda:1, ...") from None
+        raise UserError(
+            f"target.device = {name!r} cannot be used: {reason}", do="auto, cpu, cuda, cuda:1, ..."
+        ) from None
     return device
 
 

@@ -1,7 +1,7 @@
 """What is inside a target, read from its config.json alone: no weights, no remote code, no torch.
 
-Every fact carries its evidence: the key it was read from, or the rule it follows from. A fact that the file does not hold and no
-rule gives is None, and its evidence says `unknown`.
+Every fact carries its evidence: the key it was read from, or the rule it follows from. A fact that the file does not
+hold and no rule gives is None, and its evidence says `unknown`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 class Anatomy:
     """The text model that drafts are trained for, and what is wrapped around it.
 
-    wrapper: vision, audio or another model is around it. text_path: where its own configuration sits ("" when at the top).
-    layers_path: where vLLM's class keeps the decoder layers. head_dim: width of one query head (with MLA: of both its parts).
-    rms_norm_eps: epsilon of the norms, also of mean-centred ones. logit_scale multiplies the logits; softcap c bends them by
-    c*tanh(x/c). eos_ids: from every place that names some. evidence: by field.
+    wrapper: vision, audio or another model is around it. text_path: where its own configuration sits ("" at the top).
+    layers_path: where vLLM's class keeps the decoder layers. head_dim: width of one query head (with MLA: both parts).
+    rms_norm_eps: epsilon of the norms, also of mean-centred ones. logit_scale multiplies the logits; softcap c bends
+    them by c*tanh(x/c). eos_ids: from every place that names some. evidence: by field.
     """
 
     architecture: str | None
@@ -155,8 +155,8 @@ def _num_kv_heads(view: View, heads: int | None) -> tuple[int | None, str]:
 
 
 def _head_dim(view: View, heads: int | None, width: int | None) -> tuple[int | None, str]:
-    parts = [view.text.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
-    if _mla(view)[0] and all(isinstance(part, int) for part in parts):
+    parts = [part for key in ("qk_nope_head_dim", "qk_rope_head_dim") if isinstance(part := view.text.get(key), int)]
+    if _mla(view)[0] and len(parts) == 2:
         return sum(parts), f"{view.prefix}qk_nope_head_dim + qk_rope_head_dim"
     value, evidence = view.look(SPELLINGS["head_dim"])
     if value is None and heads and width and width % heads == 0:

@@ -19,7 +19,12 @@ _LLAMA = {
     "tie_word_embeddings": False,
 }
 _MISTRAL = _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN2 = _LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
+_QWEN2 = _LLAMA | {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
 _GEMMA = {
     "vocab_size": 256000,
     "hidden_size": 3072,
@@ -57,7 +62,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
-    "phi3": _LLAMA | {
+    "phi3": _LLAMA
+    | {
         "vocab_size": 32064,
         "hidden_size": 3072,
         "intermediate_size": 8192,

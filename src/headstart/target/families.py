@@ -1,7 +1,7 @@
 """What model families do at their output and where they keep their layers, by the names their configurations use.
 
-Plain dictionaries in, no torch. Sources: the modelling files of Transformers 5.19 (`modeling_<family>.py`), and vLLM's for the
-paths of layers.
+Plain dictionaries in, no torch. Sources: the modelling files of Transformers 5.19 (`modeling_<family>.py`), and
+vLLM's for the paths of layers.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from typing import Any, Literal
 Norm = Literal["rms", "rms_offset", "layer", "layer_offset", "unknown"]
 Fact = tuple[float | None, str]
 
-# The final norm, by model type. A type that is not here is `unknown` until its weights are loaded and the norm is probed.
+# The final norm, by model type. A type that is not here is `unknown` until the model is loaded and its norm is probed.
 _NORMS: dict[Norm, str] = {
     "rms": """
-        afmoe apertus arcee aria_text bitnet chameleon cwm deepseek_ocr2_text deepseek_v2 deepseek_v3 deepseek_v32 diffllama
-        doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 falcon_mamba flex_olmo gemma3n_text gemma4_text glm
-        glm4 glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text glm_moe_dsa gpt_oss granite granitemoe granitemoehybrid
-        granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hyperclovax jamba jetmoe kimi_k2 kimi_linear lfm2 lfm2_moe llama
-        llama4_text longcat_flash mamba mamba2 mimo_v2_flash minicpm minicpm3 minimax minimax_m2 ministral ministral3 mistral
-        mistral4 mixtral mllama_text_model nanochat nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi3 qwen2 qwen2_5_vl
-        qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_omni_moe_text qwen3_vl_moe_text qwen3_vl_text
-        seed_oss smollm3 solar_open zamba zamba2
+        afmoe apertus arcee aria_text bitnet chameleon cwm deepseek_ocr2_text deepseek_v2 deepseek_v3
+        deepseek_v32 diffllama doge dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 falcon_mamba
+        flex_olmo gemma3n_text gemma4_text glm glm4 glm4_moe glm4_moe_lite glm4v_moe_text glm4v_text glm_moe_dsa
+        gpt_oss granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+        hyperclovax jamba jetmoe kimi_k2 kimi_linear lfm2 lfm2_moe llama llama4_text longcat_flash mamba mamba2
+        mimo_v2_flash minicpm minicpm3 minimax minimax_m2 ministral ministral3 mistral mistral4 mixtral
+        mllama_text_model nanochat nemotron_h olmo2 olmo3 olmo_hybrid olmoe phi3 qwen2 qwen2_5_vl
+        qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe qwen3_omni_moe_text qwen3_vl_moe_text
+        qwen3_vl_text seed_oss smollm3 solar_open zamba zamba2
     """,
     "rms_offset": """
-        gemma gemma2 gemma3_text minimax_m3_vl_text muse_glimmer_text qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next
-        recurrent_gemma vaultgemma
+        gemma gemma2 gemma3_text minimax_m3_vl_text muse_glimmer_text qwen3_5 qwen3_5_moe qwen3_5_moe_text
+        qwen3_5_text qwen3_next recurrent_gemma vaultgemma
     """,
     "layer": """
-        bloom codegen cohere cohere2 cohere2_moe dbrx falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj jais2 mpt olmo opt persimmon
-        phi phimoe stablelm starcoder2
+        bloom codegen cohere cohere2 cohere2_moe dbrx falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj jais2 mpt
+        olmo opt persimmon phi phimoe stablelm starcoder2
     """,
     "layer_offset": "nemotron",
 }
-_NORM_OF = {name: kind for kind, names in _NORMS.items() for name in names.split()}
+_NORM_OF: dict[str, Norm] = {name: kind for kind, names in _NORMS.items() for name in names.split()}
 
 # Where vLLM's classes keep the decoder layers, when not at the usual place of a text model or of a wrapper.
 USUAL_PATH, USUAL_WRAPPED_PATH = "model.layers", "language_model.model.layers"
@@ -51,7 +52,7 @@ _PATHS = {
 }
 _PATH_OF = {name: path for path, names in _PATHS.items() for name in names.split()}
 
-# `logits_scaling` multiplies the logits in these families; in all others that have it, it divides them (Granite's sense).
+# `logits_scaling` multiplies the logits in these families; in all others that have it, it divides them, as in Granite.
 _SCALING_MULTIPLIES = frozenset(("hyperclovax",))
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 
@@ -81,7 +82,7 @@ def attention_softcap(text: Mapping[str, Any]) -> Fact:
 
 
 def logit_scale(text: Mapping[str, Any]) -> Fact:
-    """What the logits are multiplied by, and the key that says so; (None, "") when the family does nothing of the kind."""
+    """What the logits are multiplied by, and the key that says so; (None, "") when nothing does."""
     for key in _MULTIPLIERS:
         value, evidence = _number(text, key)
         if value is not None:

@@ -1,7 +1,7 @@
 """The end of the target: embedding, final norm and output head, so that logits can be rebuilt from stored last states.
 
-Exact for what families do there: gains of 1+w (Gemma), mean-centred norms (Cohere, GPT-NeoX), a tanh soft cap (Gemma) and a
-logit scale (Cohere, Granite). What a norm module computes is found by probing the live module, not by its name.
+Exact for what families do there: gains of 1+w (Gemma), mean-centred norms (Cohere, GPT-NeoX), a tanh soft cap (Gemma)
+and a logit scale (Cohere, Granite). What a norm module computes is found by probing the live module, not by its name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,9 +33,9 @@ NormKind = Literal["rms", "layer"]
 
 @dataclass(frozen=True)
 class TargetHead:
-    """embed [Ve, d] (rows as stored, without a family's embedding scale); lm_head [V, d], the same tensor when tied.
+    """embed [Ve, d], rows as stored, without a family's embedding scale; lm_head [V, d], the same tensor when tied.
 
-    The norm's gain is norm_weight + norm_offset; `scale` multiplies the logits, then `softcap` c bends them: c*tanh(x/c).
+    The norm's gain is norm_weight + norm_offset; `scale` multiplies the logits, then `softcap` c makes c*tanh(x/c).
     """
 
     embed: Tensor
@@ -73,7 +73,7 @@ class TargetHead:
         return x.to(last.dtype)
 
     def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
-        """float32 [..., V] of states `last` [..., d] before the final norm; only of vocabulary ids `rows` (int64) when given.
+        """float32 [..., V] of states `last` [..., d] before the final norm; only of vocabulary ids `rows` when given.
 
         For the same rows again and again, `restricted(rows).logits(last)` gathers them once.
         """
@@ -83,7 +83,7 @@ class TargetHead:
         return self._shape(functional.linear(normed, self.lm_head, self.lm_bias).float())
 
     def log_normalizer(self, last: Tensor, chunk: int = 512) -> Tensor:
-        """log-sum-exp over the full vocabulary, float32 [n], of `last` [n, d]; at most [chunk, V] logits exist at once."""
+        """log-sum-exp over the full vocabulary, float32 [n], of `last` [n, d]; only [chunk, V] logits exist at once."""
         parts = [self.logits(part).logsumexp(-1) for part in last.split(chunk)]
         return torch.cat(parts) if parts else last.new_zeros(0, dtype=torch.float32)
 
@@ -131,18 +131,18 @@ class TargetHead:
         Raises:
             UserError: the model has no output head, or its final norm computes something unknown.
         """
-        output = model.get_output_embeddings()
+        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         if output is None:
             raise UserError(f"{type(model).__name__} has no output head", looked_for="get_output_embeddings()")
         text = model.config.get_text_config(decoder=True).to_dict()
-        weight, bias = output.weight.detach(), getattr(output, "bias", None)
+        weight, bias = cast(Tensor, output.weight).detach(), getattr(output, "bias", None)
         return cls(
-            embed=model.get_input_embeddings().weight.detach(),
+            embed=cast(Tensor, embedding.weight).detach(),
             lm_head=weight,
             lm_bias=None if bias is None else bias.detach(),
             softcap=families.softcap(text)[0],
             scale=families.logit_scale(text)[0] or 1.0,
-            **_probe_norm(final_norm, weight.shape[1]),
+            **_probe_norm(final_norm, weight),
         )
 
     def _shape(self, logits: Tensor) -> Tensor:
@@ -164,16 +164,18 @@ class TargetHead:
         return {name: getattr(self, name) for name in names}
 
 
-def _probe_norm(module: nn.Module, hidden_size: int) -> dict[str, Any]:
-    """What `module` computes, as fields of `TargetHead`: the one known form that reproduces its output on random input."""
-    parameters = _norm_parameters(module, hidden_size)
+def _probe_norm(module: nn.Module, lm_head: Tensor) -> dict[str, Any]:
+    """What `module` computes, as fields of `TargetHead`: the known form that reproduces its output on random input."""
+    parameters = _norm_parameters(module, lm_head)
     probe = torch.Generator().manual_seed(0)
-    x = torch.randn(8, hidden_size, generator=probe) * 3 + 1  # off centre, so that subtracting the mean shows
+    x = torch.randn(8, lm_head.shape[1], generator=probe) * 3 + 1  # off centre, so that subtracting the mean shows
     with torch.no_grad():
         wanted = copy.deepcopy(module).cpu().float()(x)
     for kind, offset in (("rms", 0.0), ("rms", 1.0), ("layer", 0.0), ("layer", 1.0)):
         fields = {**parameters, "norm_kind": kind, "norm_offset": offset}
-        cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in fields.items()}
+        cpu: dict[str, Any] = {
+            name: value.cpu() if isinstance(value, Tensor) else value for name, value in fields.items()
+        }
         if torch.allclose(TargetHead(embed=x, lm_head=x, **cpu).norm(x), wanted, rtol=1e-4, atol=1e-4):
             return fields
     raise UserError(
@@ -182,12 +184,14 @@ def _probe_norm(module: nn.Module, hidden_size: int) -> dict[str, Any]:
     )
 
 
-def _norm_parameters(module: nn.Module, hidden_size: int) -> dict[str, Any]:
-    eps = next((getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)), None)
+def _norm_parameters(module: nn.Module, lm_head: Tensor) -> dict[str, Any]:
+    eps = next(
+        (getattr(module, name) for name in ("variance_epsilon", "eps", "epsilon") if hasattr(module, name)), None
+    )
     if not isinstance(eps, float):
         raise UserError(f"the epsilon of the final norm {type(module).__name__} was not found", looked_for="eps")
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     shared = {"norm_eps": eps, "norm_bias": None if bias is None else bias.detach()}
     if weight is None:  # OLMo's norm has no gain
-        return {"norm_weight": torch.ones(hidden_size), **shared}
+        return {"norm_weight": lm_head.new_ones(lm_head.shape[1]), **shared}
     return {"norm_weight": weight.detach(), **shared}

@@ -1,7 +1,8 @@
-"""Which boundaries a draft may read, as numbers alone. Boundary b: decoder layers already applied (see engines/base.py)."""
+"""Which boundaries a draft may read, as numbers alone. Boundary b: decoder layers already applied (engines/base.py)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from headstart.errors import UserError
@@ -45,7 +46,7 @@ def _fault(chosen: tuple[int, ...], num_layers: int) -> str | None:
     for index in chosen:
         if not 0 <= index <= num_layers:
             return f"{index} is not a boundary"
-    for earlier, later in zip(chosen, chosen[1:], strict=False):
+    for earlier, later in itertools.pairwise(chosen):
         if later == earlier:
             return f"{later} is repeated"
         if later < earlier:

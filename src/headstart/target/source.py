@@ -39,7 +39,7 @@ def resolve(
 def fingerprint(folder: Path) -> str:
     """A SHA-256 that changes when the model in `folder` does.
 
-    Small files count whole; of weight files the name, the size and three samples, since reading a big model takes minutes.
+    Small files count whole; of weight files name, size and three samples, since reading a big model takes minutes.
     """
     listed = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     return files.sha256_json({path.name: _entry(path) for path in listed})
@@ -68,8 +68,8 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
 
 
 def _snapshot(model: str, revision: str | None, skip: list[str]) -> Path:
-    from huggingface_hub import snapshot_download  # its import takes a third of a second
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 (slow to import)
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
         return Path(snapshot_download(model, revision=revision, ignore_patterns=skip))

@@ -59,7 +59,7 @@ class View:
 def find_text(top: Config, name: str) -> tuple[str, Config]:
     """Path and content of the (sub-)configuration that describes a language model; the path is "" at the top.
 
-    A sub-configuration with such a name or content wins over the top, the one that names most of what is needed over others.
+    A sub-configuration with such a name or content wins over the top; among several, the most complete one.
 
     Raises:
         UserError: none describes one.
@@ -71,7 +71,8 @@ def find_text(top: Config, name: str) -> tuple[str, Config]:
         return "", top
     needed = "; ".join("/".join(SPELLINGS[fact]) for fact in _NEEDED)
     raise UserError(
-        f"{name} describes no language model", looked_for=f"{needed}, at the top or in a part such as text_config or llm_config"
+        f"{name} describes no language model",
+        looked_for=f"{needed}, at the top or in a part such as text_config or llm_config",
     )
 
 
@@ -81,7 +82,7 @@ def tower_keys(top: Config) -> list[str]:
 
 
 def rope(view: View) -> tuple[tuple[float | None, str], tuple[dict[str, Any] | None, str]]:
-    """(theta, evidence), (scaling, evidence) from the old keys or from `rope_parameters`, also when given by layer type.
+    """(theta, evidence), (scaling, evidence) from the old keys or from `rope_parameters`, also when by layer type.
 
     Of several layer types full attention counts, which is what a draft does. Scaling of type `default` is None.
     """

@@ -26,7 +26,9 @@ def answered(engine: TransformersEngine, count: int, new_tokens: int, seed: int 
     prompts = [Prompt(f"p{i:03d}", tuple(rng.integers(0, 390, rng.integers(3, 14)).tolist())) for i in range(count)]
     sampling = Sampling(max_new_tokens=new_tokens, temperature=0.0, top_p=1.0, seed=0, end_ids=())
     answers = {completion.id: completion.ids for completion in engine.generate(prompts, sampling)}
-    return [_sample(prompt, answers[prompt.id], "validation" if i % 5 == 4 else "train") for i, prompt in enumerate(prompts)]
+    return [
+        _sample(prompt, answers[prompt.id], "validation" if i % 5 == 4 else "train") for i, prompt in enumerate(prompts)
+    ]
 
 
 def _sample(prompt: Prompt, answer: Sequence[int], split: str) -> Sample:
@@ -35,7 +37,9 @@ def _sample(prompt: Prompt, answer: Sequence[int], split: str) -> Sample:
     return Sample(prompt.id, prompt.id, "test", split, ids, mask, "length")  # type: ignore[arg-type]
 
 
-def make_store(engine: TransformersEngine, samples: Sequence[Sample], folder: Path, shard_tokens: int = 200) -> StateStore:
+def make_store(
+    engine: TransformersEngine, samples: Sequence[Sample], folder: Path, shard_tokens: int = 200
+) -> StateStore:
     """Capture `samples` into `folder` and open it."""
     folder.mkdir(parents=True, exist_ok=True)
     head = engine.head()

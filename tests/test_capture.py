@@ -42,7 +42,11 @@ def samples(engine: TransformersEngine) -> list[Sample]:
 
 def context_for(root: Path, target: Path, samples: Sequence[Sample], *overrides: str) -> Context:
     """A run whose conversations/ hold `samples`."""
-    raw = {"target": {"model": str(target), "device": "cpu"}, "data": {"sources": ["x"]}, "capture": {"shard_tokens": 60}}
+    raw = {
+        "target": {"model": str(target), "device": "cpu"},
+        "data": {"sources": ["x"]},
+        "capture": {"shard_tokens": 60},
+    }
     run = config.build(raw, overrides)
     if not (root / "conversations").exists():
         with artifact.create(root / "conversations", "conversations", {}, {}) as build:
@@ -121,7 +125,9 @@ def one_early(engine: TransformersEngine):
     n = engine.info.num_layers
 
     def change(states: States) -> States:
-        sample = Sample(states.id, "", "", "train", np.array(states.ids, np.int32), np.zeros(len(states.ids), bool), "stop")
+        sample = Sample(
+            states.id, "", "", "train", np.array(states.ids, np.int32), np.zeros(len(states.ids), bool), "stop"
+        )
         return replace(states, last=next(iter(engine.capture([sample], (n - 1,), 512))).aux[:, 0])
 
     return change
@@ -268,10 +274,16 @@ def test_only_the_damaged_shard_is_captured_again(
 
 
 @pytest.mark.parametrize(
-    ("aux", "said"), [("[1, 2, 9]", "9 is not a boundary"), ("[1, 2, 2]", "repeated"), ("[3, 1]", "comes after"), ("[-1, 2]", "-1")]
+    ("aux", "said"),
+    [("[1, 2, 9]", "9 is not a boundary"), ("[1, 2, 2]", "repeated"), ("[3, 1]", "comes after"), ("[-1, 2]", "-1")],
 )
 def test_wrong_aux_layers_are_refused_before_the_target_is_loaded(
-    engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aux: str, said: str
+    engine: TransformersEngine,
+    samples: list[Sample],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    aux: str,
+    said: str,
 ) -> None:
     monkeypatch.setattr(capture, "open_engine", lambda target: pytest.fail("loaded"))
     with pytest.raises(UserError, match=said):
@@ -281,7 +293,7 @@ def test_wrong_aux_layers_are_refused_before_the_target_is_loaded(
 def test_a_shallow_target_is_told_which_layers_it_has(tmp_path: Path, samples: list[Sample]) -> None:
     """Case C30."""
     target = save_shallow(tmp_path / "target")
-    with pytest.raises(UserError, match="capture.aux_layers") as refused:
+    with pytest.raises(UserError, match=r"capture\.aux_layers") as refused:
         capture.run(context_for(tmp_path, target, samples))
     suggestion = json.loads("[" + str(refused.value).split("instance to [")[1].split("]")[0] + "]")
     capture.run(context_for(tmp_path, target, samples, f"capture.aux_layers={suggestion}"))
@@ -293,7 +305,7 @@ def test_a_full_disk_is_refused_before_the_target_is_loaded(
 ) -> None:
     monkeypatch.setattr(capture, "open_engine", lambda target: pytest.fail("loaded"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="0.0 GB are free") as refused:
+    with pytest.raises(UserError, match=r"0\.0 GB are free") as refused:
         capture.run(context_for(tmp_path, engine.folder, samples))
     assert "capture.dtype" in str(refused.value)
 

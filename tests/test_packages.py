@@ -197,9 +197,7 @@ def test_the_last_line_of_pip_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setitem(packages.PINS, PACKAGE, packages.Pin(WHEEL, "0" * 64))
     with pytest.raises(UserError) as error:
         packages.fetch(PACKAGE, tmp_path)
-    assert error.value.what == (
-        "pip could not download toy==1.0: ERROR: No matching distribution found for toy==1.0"
-    )
+    assert error.value.what == ("pip could not download toy==1.0: ERROR: No matching distribution found for toy==1.0")
     assert str(tmp_path / "packages") in error.value.do
     assert {"--no-deps", "--no-cache-dir", "--only-binary=:all:", PACKAGE} <= set(commands[0])
     assert names(tmp_path) == []
@@ -308,9 +306,7 @@ def test_humaneval_says_what_to_do_then_gives_the_prompt_as_it_is(tmp_path, serv
 
 
 def test_gsm8k_gives_the_question_without_its_answer(tmp_path, serve):
-    data = (
-        b'{"id": "gsm8k-test-0013", "prompt": "How many?", "expected": "18", "upstream_answer": "#### 18"}\n'
-    )
+    data = b'{"id": "gsm8k-test-0013", "prompt": "How many?", "expected": "18", "upstream_answer": "#### 18"}\n'
     message = {"role": "user", "content": "How many?"}
     assert rows_of("gsm8k", data, tmp_path, serve) == [{"id": "gsm8k-test-0013", "messages": [message]}]
 
@@ -341,9 +337,7 @@ def test_pins_are_distinct_hashes_of_files_named_after_their_package():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "count", "turns"), [("mt_bench", 80, 2), ("humaneval", 164, 1), ("gsm8k", 100, 1)]
-)
+@pytest.mark.parametrize(("name", "count", "turns"), [("mt_bench", 80, 2), ("humaneval", 164, 1), ("gsm8k", 100, 1)])
 def test_the_real_evaluation_sets(name, count, turns):
     rows = list(packages.SHIPPED[name].rows())
     assert len({row["id"] for row in rows}) == len(rows) == count

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,9 @@ def make_draft(states: StateStore, vocabulary: int = 512, **changes: object) -> 
     return new_draft(DraftShape(**(sizes | changes)), head, torch.arange(vocabulary), lm_head="target", seed=0)  # type: ignore[arg-type]
 
 
-def make_trainer(states: StateStore, folder: Path, draft: Eagle3 | None = None, steps: int = 3, **settings: object) -> Trainer:
+def make_trainer(
+    states: StateStore, folder: Path, draft: Eagle3 | None = None, steps: int = 3, **settings: object
+) -> Trainer:
     defaults = {"epochs": 40, "batch_tokens": 160, "validate_every": 10, "checkpoint_every": 10, "learning_rate": 2e-3}
     train = Train(**(defaults | settings))  # type: ignore[arg-type]
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +171,9 @@ def test_held_out_tau_equals_the_definition_over_all_starts(states: StateStore, 
     trainer = make_trainer(states, tmp_path, max_steps=30, steps=3)
     progress = trainer.run()
     last = [record for record in progress.curves if record["kind"] == "validation"][-1]
-    accept, live = (np.concatenate(parts) for parts in zip(*accept_matrices(trainer.draft, states, states.head(), 3), strict=True))
+    accept, live = (
+        np.concatenate(parts) for parts in zip(*accept_matrices(trainer.draft, states, states.head(), 3), strict=True)
+    )
     for step in range(3):
         joint = (np.logical_and.accumulate(accept & live, axis=1)[:, step]).sum() / live[:, step].sum()
         assert last["joint"][step] == pytest.approx(joint, abs=1e-6)
@@ -200,7 +205,9 @@ def test_loss_is_the_weighted_mean_over_live_rows(states: StateStore) -> None:
     from headstart.drafts.ttt import unroll
 
     expected = torch.zeros(())
-    for i, (step, out) in enumerate(zip(batch.plan.steps, unroll(draft, batch.aux, batch.tokens, batch.plan), strict=True)):
+    for i, (step, out) in enumerate(
+        zip(batch.plan.steps, unroll(draft, batch.aux, batch.tokens, batch.plan), strict=True)
+    ):
         p = (batch.teacher[step.labels] @ head.lm_head.T).softmax(-1)
         rows = torch.nn.functional.kl_div(draft.logits(out).log_softmax(-1), p, reduction="none").sum(-1)
         expected = expected + 0.7**i * rows[step.live].mean()
@@ -214,7 +221,11 @@ def test_padding_free_packing_does_not_change_a_documents_numbers(states: StateS
     teacher_of = lambda batch: Teacher(batch.teacher, head.lm_head.float(), batch.log_normalizer)  # noqa: E731
     batch = assemble(states, entries, head, 3, "exact", "cpu")
     _, packed = forward(draft, batch, teacher_of(batch), Train())
-    alone = [forward(draft, b, teacher_of(b), Train())[1] for e in entries for b in [assemble(states, [e], head, 3, "exact", "cpu")]]
+    alone = [
+        forward(draft, b, teacher_of(b), Train())[1]
+        for e in entries
+        for b in [assemble(states, [e], head, 3, "exact", "cpu")]
+    ]
     torch.testing.assert_close(packed.loss, sum(s.loss for s in alone), rtol=1e-6, atol=1e-6)
 
 
@@ -233,7 +244,7 @@ def test_learning_rate_rises_then_falls_to_its_floor(schedule: str) -> None:
     rates = [learning_rate(step, 100, settings) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == 1.0
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=0.02)
 
 

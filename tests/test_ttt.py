@@ -31,7 +31,9 @@ def make_draft(layers: int = 1, seed: int = 0, **flags: bool) -> Eagle3:
     )  # fmt: skip
     draft = Eagle3(shape, torch.randn(90, 24)).double()
     for parameter in draft.parameters():
-        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else parameter.data.add_(torch.randn_like(parameter) * 0.2)
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else parameter.data.add_(
+            torch.randn_like(parameter) * 0.2
+        )
     return draft
 
 
@@ -123,16 +125,24 @@ def test_label_mask_is_its_definition(bits: list[bool], steps: int) -> None:
             assert found[i, t] == (t + 2 + i < len(bits) and bits[t + 2 + i])
 
 
-@given(st.lists(st.lists(st.booleans(), max_size=20), min_size=1, max_size=5), st.integers(1, 5), st.sampled_from(["exact", "label"]))
+@given(
+    st.lists(st.lists(st.booleans(), max_size=20), min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.sampled_from(["exact", "label"]),
+)
 @settings(deadline=None)
-def test_plan_covers_every_live_row_once_with_the_right_tokens(documents: list[list[bool]], steps: int, kind: str) -> None:
+def test_plan_covers_every_live_row_once_with_the_right_tokens(
+    documents: list[list[bool]], steps: int, kind: str
+) -> None:
     arrays = [np.array(bits, dtype=bool) for bits in documents]
     plan = plan_rows(arrays, steps, kind)  # type: ignore[arg-type]
     starts = np.cumsum([0, *map(len, arrays)])
     for i, step in enumerate(plan.steps):
         tokens = plan.context[step.rows]
         live = set(tokens[step.live].tolist())
-        assert live == {int(starts[d] + t) for d, a in enumerate(arrays) for t in np.flatnonzero(live_mask(a, steps, kind)[i])}  # type: ignore[arg-type]
+        assert live == {
+            int(starts[d] + t) for d, a in enumerate(arrays) for t in np.flatnonzero(live_mask(a, steps, kind)[i])
+        }  # type: ignore[arg-type]
         assert torch.equal(step.inputs, tokens + 1 + i)
         assert torch.equal(plan.teacher[step.labels[step.live]], tokens[step.live] + 1 + i)
         covered = [row for run in step.runs for row in range(run.low, run.high)]
@@ -147,10 +157,14 @@ def test_alignment_table() -> None:
     supervised[4:7] = True
     plan = plan_rows([supervised], 3)
     table = [
-        [(int(t), int(plan.context[r]), int(plan.teacher[y]) + 1) for t, r, y in zip(s.inputs, s.rows, s.labels, strict=True)]
+        [
+            (int(t), int(plan.context[r]), int(plan.teacher[y]) + 1)
+            for t, r, y in zip(s.inputs, s.rows, s.labels, strict=True)
+        ]
         for s in plan.steps
     ]
-    # The answer's first token (4) is never drafted: the target itself produces it. 5 and 6 are the teacher once per step they can be.
+    # The answer's first token (4) is never drafted: the target itself produces it.
+    # 5 and 6 are the teacher once at every step where they can be.
     assert table == [[(4, 3, 5), (5, 4, 6)], [(5, 3, 6)], []]
 
 
@@ -221,4 +235,8 @@ def test_entropy_bound_of_softcapped_teacher() -> None:
     teacher, _ = make_teacher(5, 60, 60)
     capped = Teacher(teacher.hidden, teacher.head, torch.zeros(5), softcap=2.0)
     assert capped.log_probs(slice(0, 5)).abs().max() <= 2.0
-    assert math.isclose(float(capped.log_probs(slice(0, 1))[0, 0]), math.tanh(float(teacher.hidden[0] @ teacher.head[0]) / 2) * 2, abs_tol=1e-5)
+    assert math.isclose(
+        float(capped.log_probs(slice(0, 1))[0, 0]),
+        math.tanh(float(teacher.hidden[0] @ teacher.head[0]) / 2) * 2,
+        abs_tol=1e-5,
+    )

@@ -139,15 +139,13 @@ def fetch(package: str, cache: Path | None = None) -> Path:
         if not fresh.exists():
             raise _wrong_file(package, pin, folder)
         _refuse_other_bytes(fresh, pin, do="check which index pip uses: it serves other bytes by this name")
-        os.replace(fresh, path)
+        fresh.replace(path)
     return path
 
 
 def _pin(package: str) -> Pin:
     if package not in PINS:
-        raise UserError(
-            f"package {package} is not pinned", looked_for=", ".join(PINS), do="name one of these"
-        )
+        raise UserError(f"package {package} is not pinned", looked_for=", ".join(PINS), do="name one of these")
     return PINS[package]
 
 

@@ -9,7 +9,7 @@ in `index.parquet`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -168,5 +168,3 @@ def _columns(pairs: Sequence[tuple[Sample, States]], head: TargetHead) -> dict[s
         "input_ids": torch.from_numpy(np.concatenate([sample.input_ids for sample, _ in pairs]).astype(np.int32)),
         "supervised": torch.from_numpy(supervised.astype(np.uint8)),
     }
-
-

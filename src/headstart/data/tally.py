@@ -20,7 +20,7 @@ SHOWN = 5  # rows named for each reason
 WIDTH = 100  # characters of what was found in a row
 
 _HINTS = {
-    sources.UNKNOWN_ROLE: "say what it is: -s 'data.role_aliases={{\"{detail}\" = \"assistant\"}}'",
+    sources.UNKNOWN_ROLE: 'say what it is: -s \'data.role_aliases={{"{detail}" = "assistant"}}\'',
     TOO_LONG: "raise data.max_length or data.max_prompt_tokens",
     TEMPLATE: "look at the target's chat template: it refused these conversations",
     DUPLICATE: "give other data.sources",

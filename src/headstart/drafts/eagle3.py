@@ -52,7 +52,9 @@ class Eagle3(nn.Module):
         super().__init__()
         self.shape = shape
         fused = len(shape.aux_layers) * shape.target_hidden_size
-        norms = [RMSNorm(shape.target_hidden_size, shape.rms_norm_eps) for _ in shape.aux_layers] if shape.fc_norm else []
+        norms = (
+            [RMSNorm(shape.target_hidden_size, shape.rms_norm_eps) for _ in shape.aux_layers] if shape.fc_norm else []
+        )
         self.fc_norms = nn.ModuleList(norms)
         self.fc = nn.Linear(fused, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList(DecoderLayer(shape, first=index == 0) for index in range(shape.num_layers))

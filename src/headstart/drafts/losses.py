@@ -68,7 +68,14 @@ class _Kept(NamedTuple):
 
 
 def fused_divergence(
-    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, teacher: Teacher, kind: Loss = "kl", *, alpha: bool = True
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    scale: Tensor,
+    teacher: Teacher,
+    kind: Loss = "kl",
+    *,
+    alpha: bool = True,
 ) -> tuple[Tensor, RowStats]:
     """Sum over rows of scale * loss, differentiable in `hidden` and `weight`.
 

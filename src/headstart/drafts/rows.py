@@ -55,7 +55,9 @@ class RowPlan:
     steps: tuple[StepRows, ...]
 
     def to(self, device: torch.device | str) -> RowPlan:
-        steps = tuple(replace(step, **{name: getattr(step, name).to(device) for name in _TENSORS}) for step in self.steps)
+        steps = tuple(
+            replace(step, **{name: getattr(step, name).to(device) for name in _TENSORS}) for step in self.steps
+        )
         moved = {name: getattr(self, name).to(device) for name in ("context", "positions", "teacher")}
         return replace(self, steps=steps, **moved)
 

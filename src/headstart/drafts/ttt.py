@@ -73,7 +73,15 @@ def _first(draft: Eagle3, layers: list[DecoderLayer], aux: Tensor, tokens: Tenso
     return hidden, chains
 
 
-def _follow(layer: DecoderLayer, chain: _Chain, embeds: Tensor, hidden: Tensor, positions: Tensor, step: StepRows, attend: Attend):
+def _follow(
+    layer: DecoderLayer,
+    chain: _Chain,
+    embeds: Tensor,
+    hidden: Tensor,
+    positions: Tensor,
+    step: StepRows,
+    attend: Attend,
+):
     inputs, residual = layer.inputs(embeds, hidden)
     chain.diagonal.append(layer.self_attn.keys_values(inputs, positions))
     queries = layer.self_attn.queries(inputs, positions)

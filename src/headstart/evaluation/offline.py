@@ -21,7 +21,9 @@ from headstart.target.head import TargetHead
 from headstart.training.batches import assemble, learnable
 
 
-def accept_matrices(draft: Eagle3, store: StateStore, head: TargetHead, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def accept_matrices(
+    draft: Eagle3, store: StateStore, head: TargetHead, steps: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(accept, live), bool [rows, steps] each, of every held-out sample that has a live row.
 
     Row t, column i: the draft of x_{t+2+i}, made on its own chain from true features up to t, is the target's most likely token.

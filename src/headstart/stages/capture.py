@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from headstart import config
 from headstart.artifact import Build
 from headstart.data import store
@@ -39,13 +41,15 @@ def run(context: Context) -> None:
     settings = context.run.capture
     target = context.run.target
     anatomy = inspect(resolve(target.model, target.revision))
-    boundaries = check_boundaries(settings.aux_layers, _known(anatomy.num_layers, "number of layers"))
+    boundaries = check_boundaries(settings.aux_layers, anatomy.required("num_layers"))
     samples = read_samples(context.parent("conversations").file("samples.parquet"))
     shards = store.plan_shards(samples, settings.shard_tokens)
     with context.create() as build:
         missing = {name: part for name, part in _named(shards) if store.read_header(build.file(name)) is None}
         tokens = _tokens(samples)
-        check_disk(build.path, sum(_tokens(part) for part in missing.values()), len(boundaries), anatomy, target, settings)
+        check_disk(
+            build.path, sum(_tokens(part) for part in missing.values()), len(boundaries), anatomy, target, settings
+        )
         engine = open_engine(target)
         try:
             _capture(context, build, engine, boundaries, missing, tokens)
@@ -54,10 +58,14 @@ def run(context: Context) -> None:
         _finish(build, [name for name, _ in _named(shards)], samples)
 
 
-def check_disk(folder: Path, tokens: int, aux: int, anatomy: Anatomy, target: config.Target, settings: config.Capture) -> None:
+def check_disk(
+    folder: Path, tokens: int, aux: int, anatomy: Anatomy, target: config.Target, settings: config.Capture
+) -> None:
     """Refuse before any work when the states cannot fit. Size: tokens * (n_aux + 1) * d * bytes, and 13 bytes of labels."""
-    width = _known(anatomy.hidden_size, "width")
-    dtype = next((d for d in (settings.dtype, target.dtype) if d != "auto"), "float32" if target.device == "cpu" else "bfloat16")
+    width = anatomy.required("hidden_size")
+    dtype = next(
+        (d for d in (settings.dtype, target.dtype) if d != "auto"), "float32" if target.device == "cpu" else "bfloat16"
+    )
     needed = tokens * ((aux + 1) * width * BYTES[dtype] + 13)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -69,7 +77,12 @@ def check_disk(folder: Path, tokens: int, aux: int, anatomy: Anatomy, target: co
 
 
 def _capture(
-    context: Context, build: Build, engine: Engine, boundaries: tuple[int, ...], missing: dict[str, list[Sample]], tokens: int
+    context: Context,
+    build: Build,
+    engine: Engine,
+    boundaries: tuple[int, ...],
+    missing: dict[str, list[Sample]],
+    tokens: int,
 ) -> None:
     settings = context.run.capture
     head = engine.head()
@@ -98,7 +111,13 @@ def _capture(
 
 
 def _one_shard(
-    path: Path, part: list[Sample], engine: Engine, boundaries: tuple[int, ...], head: TargetHead, settings: config.Capture, bar: Progress
+    path: Path,
+    part: list[Sample],
+    engine: Engine,
+    boundaries: tuple[int, ...],
+    head: TargetHead,
+    settings: config.Capture,
+    bar: Progress,
 ) -> dict[str, str]:
     """Capture the samples of one shard and write it; returns the samples left out, with reasons."""
     wanted = {sample.id: sample for sample in part}
@@ -112,7 +131,9 @@ def _one_shard(
         else:
             kept[sample.id] = _stored(states, settings)
         bar.advance(len(sample.input_ids), bad=len(dropped)) if dropped else bar.advance(len(sample.input_ids))
-    dropped |= {sample.id: "the engine returned nothing" for sample in part if sample.id not in kept.keys() | dropped.keys()}
+    dropped |= {
+        sample.id: "the engine returned nothing" for sample in part if sample.id not in kept.keys() | dropped.keys()
+    }
     pairs = [(sample, kept[sample.id]) for sample in part if sample.id in kept]
     if pairs:
         store.write_shard(path, pairs, head, dropped)
@@ -120,8 +141,6 @@ def _one_shard(
 
 
 def _stored(states: States, settings: config.Capture) -> States:
-    import torch
-
     if settings.dtype == "auto":
         return states
     dtype = getattr(torch, settings.dtype)
@@ -177,9 +196,3 @@ def _named(shards: list[list[Sample]]) -> Iterator[tuple[str, list[Sample]]]:
 
 def _tokens(samples: list[Sample]) -> int:
     return sum(len(sample.input_ids) for sample in samples)
-
-
-def _known(value: int | None, name: str) -> int:
-    if value is None:
-        raise UserError(f"the target's {name} is unknown", do="headstart inspect shows what was found in its config.json")
-    return value

@@ -32,18 +32,29 @@ def run(context: Context) -> None:
     vocab = DraftVocab.read(context.parent("vocab").path, head.vocab_size)
     target = Anatomy(**store.facts["target"])
     shape = shape_for(settings, target, head, tuple(store.facts["aux_layers"]), vocab.size)
-    draft = new_draft(shape, head, torch.from_numpy(vocab.draft_to_target), lm_head=settings.lm_head, seed=context.run.train.seed)
+    draft = new_draft(
+        shape, head, torch.from_numpy(vocab.draft_to_target), lm_head=settings.lm_head, seed=context.run.train.seed
+    )
     device = _device(context.run.target.device)
     with context.create() as build:
         _tell(context, draft)
         checkpoint.save_weights(build.file(checkpoint.UNTRAINED), draft)
         trainer = Trainer(
-            draft.to(device), head.to(device), store, context.run.train, settings.ttt_steps, build.scratch, context.events, device
+            draft.to(device),
+            head.to(device),
+            store,
+            context.run.train,
+            settings.ttt_steps,
+            build.scratch,
+            context.events,
+            device,
         )
         progress = trainer.run()
         shutil.copy(build.scratch / BEST, build.file(checkpoint.TRAINED))
         facts = {"ttt_steps": settings.ttt_steps, "target": context.run.target.model, "vocabulary": vocab.size}
-        checkpoint.save_shape(build.path, shape, facts | {"best_step": progress.best_step, "best_tau": progress.best_tau})
+        checkpoint.save_shape(
+            build.path, shape, facts | {"best_step": progress.best_step, "best_tau": progress.best_tau}
+        )
         _write_curves(build.file("curves.jsonl"), progress)
         build.counts |= _counts(trainer, progress)
         build.facts |= {"shape": asdict(shape)}

@@ -20,7 +20,7 @@ def run(context: Context) -> None:
     """
     target = context.run.target
     folder = source.resolve(target.model, target.revision, weights=False, progress=context.events.say)
-    total = inspect(folder).vocab_size
+    total = inspect(folder).required("vocab_size")
     size = vocab.pick_size(context.run.vocab.size, total)
     template = Template.load(folder, trust_remote_code=target.trust_remote_code)
     samples_file = context.parent("conversations").file("samples.parquet")

@@ -56,6 +56,17 @@ class Anatomy:
     dtype: str | None
     evidence: dict[str, str] = field(default_factory=dict)
 
+    def required(self, name: str) -> Any:
+        """A fact that the work at hand cannot do without. Raises UserError when it is unknown."""
+        value = getattr(self, name)
+        if value is None:
+            raise UserError(
+                f"the target's {name} is unknown",
+                looked_for=f"in its config.json: {', '.join(SPELLINGS.get(name, (name,)))}",
+                do="headstart inspect shows what was found",
+            )
+        return value
+
 
 def inspect(path: Path) -> Anatomy:
     """Read a model's folder or its config.json (and the generation_config.json beside it).

@@ -12,7 +12,6 @@ tensor names and the query/key row order of llama.cpp's conversion of Llama mode
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -133,9 +132,9 @@ def _put_in_place(made: Path, folder: Path) -> None:
     if is_whole(folder):
         return
     if folder.exists():  # a file of it is missing or cut short, or it is of an older format
-        os.replace(folder, made.with_name("replaced"))
+        folder.replace(made.with_name("replaced"))
     try:
-        os.replace(made, folder)
+        made.replace(folder)
     except OSError:
         if not is_whole(folder):
             raise

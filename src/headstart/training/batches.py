@@ -41,7 +41,9 @@ def epoch_order(entries: Sequence[Entry], batch_tokens: int, seed: int, epoch: i
     return batches
 
 
-def assemble(store: StateStore, entries: Sequence[Entry], head: TargetHead, steps: int, kind: MaskKind, device: str) -> Batch:
+def assemble(
+    store: StateStore, entries: Sequence[Entry], head: TargetHead, steps: int, kind: MaskKind, device: str
+) -> Batch:
     """Read the samples and pack them; only rows that are needed reach the device."""
     samples = [store.read(entry) for entry in entries]
     plan = plan_rows([sample.supervised.numpy().astype(bool) for sample in samples], steps, kind)

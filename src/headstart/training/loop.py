@@ -50,7 +50,8 @@ class Trainer:
             raise UserError("no training sample has a row to learn from", looked_for="answers of at least 2 tokens")
         self.head_rows: Tensor = self.head.lm_head[self.draft.draft_to_target].to(self.device, torch.float32)
         self.epochs = [
-            epoch_order(self.training, self.settings.batch_tokens, self.settings.seed, epoch) for epoch in range(self.settings.epochs)
+            epoch_order(self.training, self.settings.batch_tokens, self.settings.seed, epoch)
+            for epoch in range(self.settings.epochs)
         ]
         planned = sum(len(batches) for batches in self.epochs)
         self.total = min(planned, self.settings.max_steps or planned)
@@ -70,10 +71,17 @@ class Trainer:
             while progress.step < self.total:
                 record, count = self._step(optimizer, parameters, progress)
                 self._after(optimizer, progress, record)
-                bar.advance(count, step=f"{progress.step}/{self.total}", loss=record["loss"][0], tau=progress.curves[-1].get("tau", ""))
+                bar.advance(
+                    count,
+                    step=f"{progress.step}/{self.total}",
+                    loss=record["loss"][0],
+                    tau=progress.curves[-1].get("tau", ""),
+                )
         return progress
 
-    def _step(self, optimizer: torch.optim.Optimizer, parameters: dict, progress: Progress) -> tuple[dict[str, Any], int]:
+    def _step(
+        self, optimizer: torch.optim.Optimizer, parameters: dict, progress: Progress
+    ) -> tuple[dict[str, Any], int]:
         indices = self.epochs[progress.epoch][progress.batch]
         rate = learning_rate(progress.step, self.total, self.settings)
         for group in optimizer.param_groups:
@@ -87,12 +95,26 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), self.settings.clip)
         if not torch.isfinite(norm):
             names = ", ".join(self.training[i].id for i in indices[:5])
-            raise GateError(f"the gradient is not finite at step {progress.step}", looked_for=f"finite values; samples {names}, ...")
+            raise GateError(
+                f"the gradient is not finite at step {progress.step}", looked_for=f"finite values; samples {names}, ..."
+            )
         optimizer.step()
         self._advance(progress)
         count = sum(self.training[i].length for i in indices)
-        self.events.emit("train-step", step=progress.step, tokens=count, seconds=round(time.monotonic() - began, 4), read=round(read, 4))
-        return {"kind": "train", "step": progress.step, "lr": rate, "grad_norm": round(float(norm), 6), **stats.summary()}, count
+        self.events.emit(
+            "train-step",
+            step=progress.step,
+            tokens=count,
+            seconds=round(time.monotonic() - began, 4),
+            read=round(read, 4),
+        )
+        return {
+            "kind": "train",
+            "step": progress.step,
+            "lr": rate,
+            "grad_norm": round(float(norm), 6),
+            **stats.summary(),
+        }, count
 
     def _after(self, optimizer: torch.optim.Optimizer, progress: Progress, record: dict[str, Any]) -> None:
         progress.curves.append(record)
@@ -108,9 +130,11 @@ class Trainer:
             return
         summary = measure(self, self.validation).summary()
         progress.curves.append({"kind": "validation", "step": progress.step, **summary})
-        tau = float(summary["tau"])  # type: ignore[arg-type]
+        tau = summary["tau"]
         self.events.emit("validation", step=progress.step, **summary)
-        self.events.say(f"  step {progress.step}: held-out tau {tau:.3f} (all drafts of a chain accepted, T = {self.ttt_steps})")
+        self.events.say(
+            f"  step {progress.step}: held-out tau {tau:.3f} (all drafts of a chain accepted, T = {self.ttt_steps})"
+        )
         if tau > progress.best_tau:
             progress.best_tau, progress.best_step = tau, progress.step
             save_weights(self.folder / BEST, self.draft)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class StepStats:
     def __add__(self, other: StepStats) -> StepStats:
         return StepStats(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
-    def summary(self) -> dict[str, object]:
+    def summary(self) -> dict[str, Any]:
         """Means per step, and tau: 1 + sum_i P(all drafts up to i accepted), each over the chains that reach step i."""
         per_row = self.rows.clamp_min(1)
         joint = self.joint / self.reached.clamp_min(1)
@@ -52,7 +53,9 @@ def teacher_for(batch: Batch, head: TargetHead, rows: Tensor, vocabulary: Tensor
     return Teacher(batch.teacher, rows, batch.log_normalizer, head.softcap, head.scale, bias)
 
 
-def forward(draft: Eagle3, batch: Batch, teacher: Teacher, settings: Train, *, alpha: bool = False) -> tuple[Tensor, StepStats]:
+def forward(
+    draft: Eagle3, batch: Batch, teacher: Teacher, settings: Train, *, alpha: bool = False
+) -> tuple[Tensor, StepStats]:
     """The loss sum_i decay^i * mean over live rows of step i (differentiable), and the statistics (not).
 
     alpha: measure it too, where the loss does not need it.
@@ -60,9 +63,17 @@ def forward(draft: Eagle3, batch: Batch, teacher: Teacher, settings: Train, *, a
     steps = batch.plan.steps
     outs = unroll(draft, batch.aux, batch.tokens, batch.plan)
     labels = torch.cat([step.labels for step in steps])
-    weights = [step.live.float() * (settings.step_decay**i / max(int(step.live.sum()), 1)) for i, step in enumerate(steps)]
+    weights = [
+        step.live.float() * (settings.step_decay**i / max(int(step.live.sum()), 1)) for i, step in enumerate(steps)
+    ]
     total, stats = fused_divergence(
-        draft.norm(torch.cat(outs)), draft.lm_head.weight, labels, torch.cat(weights), teacher, settings.loss, alpha=alpha
+        draft.norm(torch.cat(outs)),
+        draft.lm_head.weight,
+        labels,
+        torch.cat(weights),
+        teacher,
+        settings.loss,
+        alpha=alpha,
     )
     accepted = draft.draft_to_target[stats.choice] == batch.top1[labels]
     return total, _statistics(batch, stats.loss, stats.alpha, accepted)

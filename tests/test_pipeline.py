@@ -109,7 +109,7 @@ CHILDREN = {
         ("train.validate_every=7", CHILDREN["train"]),
         ("evaluate.max_prompts=1", CHILDREN["evaluate"]),
         ("evaluate.draft_tokens=4", ["evaluate", "export"]),
-        ("export.embed_tokens=false", CHILDREN["export"]),
+        ('export.formats=["vllm"]', CHILDREN["export"]),
     ],
 )
 def test_a_changed_setting_makes_its_stage_and_what_follows_stale(root: Path, change: str, expected: list[str]) -> None:

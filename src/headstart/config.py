@@ -195,6 +195,12 @@ class Run(Section):
             raise ValueError("data.max_prompt_tokens must be below data.max_length, or no answer fits")
         return self
 
+    @model_validator(mode="after")
+    def _export_can_load(self) -> Run:
+        if "speculators" in self.export.formats and not self.export.embed_tokens:
+            raise ValueError("export.embed_tokens must be true for the speculators format: it loads garbage without it")
+        return self
+
 
 class SettingDoc(NamedTuple):
     """One line of `headstart config`."""

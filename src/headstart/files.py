@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 CHUNK = 1 << 20
+SAMPLE = 1 << 16  # bytes looked at in the start, middle and end of a large file
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -50,6 +51,19 @@ def sha256_file(path: Path) -> str:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def fingerprint(path: Path, whole_up_to: int = 64 << 20) -> dict[str, Any]:
+    """Size and SHA-256 of a file; of one above `whole_up_to` bytes only three samples are read, since it may be huge."""
+    size = path.stat().st_size
+    if size <= whole_up_to:
+        return {"bytes": size, "sha256": sha256_file(path)}
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for start in (0, size // 2, size - SAMPLE):
+            file.seek(start)
+            digest.update(file.read(SAMPLE))
+    return {"bytes": size, "sampled": digest.hexdigest()}
 
 
 def canonical(value: Any) -> str:

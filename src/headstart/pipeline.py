@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headstart import artifact
+from headstart import artifact, files
 from headstart.artifact import Artifact, Manifest
 from headstart.config import Run
 from headstart.errors import HeadstartError, StageFailed, UserError
 from headstart.events import Events, duration
 from headstart.files import canonical
+from headstart.target.source import fingerprint
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,20 @@ def settings_of(run: Run, stage: Stage) -> dict[str, Any]:
     """The values a stage depends on, by dotted name, as JSON has them."""
     values = _flatten(run.model_dump(mode="json"))
     chosen = {name: value for name, value in values.items() if _belongs(name, stage.settings)}
-    return {name: value for name, value in chosen.items() if name not in _SPEED_ONLY}
+    kept = {name: value for name, value in chosen.items() if name not in _SPEED_ONLY}
+    return kept | _inputs(run) if not stage.parents else kept
+
+
+def _inputs(run: Run) -> dict[str, Any]:
+    """What local sources and a local target hold, so that the first stage is stale when a file changes under its name."""
+    found: dict[str, Any] = {}
+    for source in run.data.sources:
+        for name in sorted(glob.glob(source)) or [source]:  # noqa: PTH207 (a source may be absolute)
+            if Path(name).is_file():
+                found[f"content of {name}"] = files.fingerprint(Path(name))
+    if Path(run.target.model).is_dir():
+        found[f"content of {run.target.model}"] = fingerprint(Path(run.target.model))
+    return found
 
 
 def status(run: Run, root: Path) -> list[Status]:
@@ -190,7 +205,7 @@ def _why_stale(manifest: Manifest, stage: Stage, wanted: dict[str, Any], earlier
     for name in sorted(set(wanted) | set(manifest.settings)):
         old, new = manifest.settings.get(name), wanted.get(name)
         if canonical(old) != canonical(new):
-            reasons.append(f"{name} was {old!r}, is {new!r}")
+            reasons.append(f"{name} changed" if name.startswith("content of") else f"{name} was {old!r}, is {new!r}")
     for folder in stage.parents:
         parent = earlier[folder]
         if parent.state != "fresh":

@@ -150,7 +150,7 @@ def _answer_all(
     """Answer round after round. Progress counts tokens of budget: an answer that ends early frees its rest."""
     longest = context.run.regenerate.max_new_tokens
     total = longest * sum(len(dialogue.asks) for dialogue in dialogues)
-    with context.events.progress("regenerate", total, "tokens of budget", done=longest * len(log)) as bar:
+    with context.events.progress("regenerate", total, "tok", done=longest * len(log)) as bar:
         asker = Asker(engine, context.run, template.end_ids, log, bar)
         for number in range(max((len(dialogue.asks) for dialogue in dialogues), default=0)):
             live = [dialogue for dialogue in dialogues if dialogue.ended is None and number < len(dialogue.asks)]

@@ -15,7 +15,6 @@ SHIPPED = "smollm2-135m"
 _CONFIG = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _UNUSED = ["*.pt", "*.pth", "*.gguf", "*.onnx", "*.msgpack", "*.h5", "original/*", "onnx/*", "consolidated*"]
-_SAMPLE = 1 << 16  # bytes hashed at the start, middle and end of a weight file
 
 
 def resolve(
@@ -42,7 +41,7 @@ def fingerprint(folder: Path) -> str:
     Small files count whole; of weight files name, size and three samples, since reading a big model takes minutes.
     """
     listed = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    return files.sha256_json({path.name: _entry(path) for path in listed})
+    return files.sha256_json({path.name: files.fingerprint(path) for path in listed})
 
 
 def _looks_local(model: str) -> bool:
@@ -80,15 +79,3 @@ def _snapshot(model: str, revision: str | None, skip: list[str]) -> Path:
             looked_for=f"a folder of that name, then the hub{f' at revision {revision}' if revision else ''}",
             do=f"check the name and the network (HF_TOKEN for gated models), give a folder, or use {SHIPPED}",
         ) from None
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    if not path.name.endswith(_WEIGHTS):
-        return {"bytes": size, "sha256": files.sha256_file(path)}
-    with path.open("rb") as file:
-        samples = []
-        for start in (0, size // 2, max(size - _SAMPLE, 0)):
-            file.seek(start)
-            samples.append(files.sha256_json(file.read(_SAMPLE).hex()))
-    return {"bytes": size, "samples": samples}

@@ -90,7 +90,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         abandon(folder / KIND, OLD, 0, 1)
     if request.param == "torn":
         abandon(folder / KIND, SETTINGS, 0)
-        for name in (".manifest.json.1.tmp", ".part-7.txt.1.tmp", ".folder.tmp/deep/file"):
+        for name in (".manifest.json.1.tmp", ".part-7.txt.1.tmp", ".folder.tmp/deep/file", "deep/.tmp8jL0WW"):
             files.write_text(folder / f".{KIND}.partial" / name, "half of som")
     return folder
 

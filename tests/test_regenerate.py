@@ -175,7 +175,7 @@ def test_c21_killed_and_resumed_equals_unbroken(
         opened = watch(monkeypatch, lives)
         with pytest.raises(Killed):
             execute(run, tmp_path / "b")
-        log = tmp_path / "b" / ".conversations.partial" / regenerate.LOG
+        log = tmp_path / "b" / ".conversations.partial" / "scratch" / regenerate.LOG
         logged = [json.loads(line)["id"] for line in log.read_text().splitlines()]
         assert not set(opened[0].asked) & set(given_before)
         given_before = logged
@@ -356,7 +356,7 @@ def test_kill_9_and_resume(tmp_path: Path, target: Path):
         "pipeline.execute(run, Path(sys.argv[2]), 'regenerate', events.Events(None, quiet=True))"
     )
     child = subprocess.Popen([sys.executable, "-c", code, run.model_dump_json(), str(tmp_path / "b")])
-    log = tmp_path / "b" / ".conversations.partial" / regenerate.LOG
+    log = tmp_path / "b" / ".conversations.partial" / "scratch" / regenerate.LOG
     deadline = time.monotonic() + 120
     while (
         child.poll() is None

@@ -29,7 +29,7 @@ from headstart.training import checkpoint
 from headstart.training.batches import assemble, epoch_order
 from headstart.training.build import new_draft
 from headstart.training.loop import BEST, Trainer
-from headstart.training.optim import learning_rate
+from headstart.training.optim import schedule as rate_at
 from headstart.training.step import forward
 from headstart.types import Sample
 
@@ -58,7 +58,14 @@ def make_draft(states: StateStore, vocabulary: int = 512, **changes: object) -> 
 def make_trainer(
     states: StateStore, folder: Path, draft: Eagle3 | None = None, steps: int = 3, **settings: object
 ) -> Trainer:
-    defaults = {"epochs": 40, "batch_tokens": 160, "validate_every": 10, "checkpoint_every": 10, "learning_rate": 2e-3}
+    defaults = {
+        "epochs": 40,
+        "batch_tokens": 160,
+        "validate_every": 10,
+        "checkpoint_every": 10,
+        "learning_rate": 2e-3,
+        "optimizer": "adamw",
+    }
     train = Train(**(defaults | settings))  # type: ignore[arg-type]
     folder.mkdir(parents=True, exist_ok=True)
     return Trainer(draft or make_draft(states), states.head(), states, train, steps, folder, Events(quiet=True))
@@ -102,13 +109,18 @@ def test_overfit_one_chat_accepts_everything_in_the_decoder(engine: Transformers
     assert len(decoded.log.accepted) == math.ceil(25 / 5)  # 25 tokens after the prefill's own, K + 1 = 5 a step
 
 
-def test_resumed_training_equals_unbroken_training_bit_for_bit(states: StateStore, tmp_path: Path) -> None:
-    """Case C39: 20 steps straight; 10, a new process's worth of fresh objects, 10 more."""
-    whole = make_trainer(states, tmp_path / "whole", max_steps=20)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_training_equals_unbroken_training_bit_for_bit(
+    states: StateStore, tmp_path: Path, optimizer: str
+) -> None:
+    """Case C39: 20 steps straight; 13, a new process's worth of fresh objects, 10 more from the checkpoint at 10."""
+    whole = make_trainer(states, tmp_path / "whole", max_steps=20, optimizer=optimizer)
     curves = whole.run().curves
     with pytest.raises(KeyboardInterrupt):
-        interrupt(make_trainer(states, tmp_path / "broken", max_steps=20, checkpoint_every=5), at=13).run()
-    again = make_trainer(states, tmp_path / "broken", max_steps=20, checkpoint_every=5)
+        interrupt(
+            make_trainer(states, tmp_path / "broken", max_steps=20, checkpoint_every=5, optimizer=optimizer), at=13
+        ).run()
+    again = make_trainer(states, tmp_path / "broken", max_steps=20, checkpoint_every=5, optimizer=optimizer)
     assert again.run().curves == curves
     for name, tensor in whole.draft.state_dict().items():
         assert torch.equal(tensor, again.draft.state_dict()[name]), name
@@ -241,7 +253,7 @@ def test_every_sample_once_an_epoch_and_the_order_is_a_function_of_seed_and_epoc
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
 def test_learning_rate_rises_then_falls_to_its_floor(schedule: str) -> None:
     settings = Train(schedule=schedule, warmup_fraction=0.1, min_lr_fraction=0.1, learning_rate=1.0)  # type: ignore[arg-type]
-    rates = [learning_rate(step, 100, settings) for step in range(100)]
+    rates = [rate_at(step, 100, settings) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == 1.0
     assert all(a >= b for a, b in pairwise(rates[10:]))

@@ -3,7 +3,7 @@
 A stage fills a hidden work folder (`.NAME.partial`), its `manifest.json` is written last, then the folder is renamed
 into place. A kill at any moment leaves either the old artifact or the new one, and a work folder that the same stage
 with the same settings and parents continues. A manifest says what the folder holds, from which parents and settings it
-was made, and by which versions. In a work folder, `.NAME.tmp` is a write that was cut short.
+was made, and by which versions. In a work folder, a hidden name is a write that was cut short.
 """
 
 from __future__ import annotations
@@ -181,8 +181,11 @@ def _open_work(path: Path, key: dict[str, Any]) -> Build:
 
 
 def _drop_torn(work: Path) -> None:
-    """Without this, the rest of a write that was cut short would become part of the artifact."""
-    for torn in list(work.rglob(".*.tmp")):
+    """Without this, the rest of a write that was cut short would become part of the artifact.
+
+    All that writes whole files, safetensors among it, writes under a hidden name first.
+    """
+    for torn in [path for path in work.rglob(".*") if path != work / KEY]:
         if torn.is_dir():
             shutil.rmtree(torn)
         else:

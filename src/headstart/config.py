@@ -114,8 +114,11 @@ class Draft(Section):
     norm_before_residual: bool = Field(
         False, description="residual after the hidden norm (speculators) or before it (official)"
     )
-    fc_norm: bool = Field(False, description="EAGLE-3.1: RMSNorm on each aux state before fc")
+    fc_norm: bool = Field(True, description="EAGLE-3.1: RMSNorm on each aux state before fc; vLLM loads it from 0.22")
     norm_output: bool = Field(False, description="EAGLE-3.1: feed the normed output to the next step")
+    fc: Literal["last_aux", "random"] = Field(
+        "last_aux", description="start of the fusion: the last aux state passed through, or random (official)"
+    )
     lm_head: Literal["target", "random"] = Field(
         "target", description="start of the draft head: the target's rows, or random"
     )
@@ -127,7 +130,9 @@ class Train(Section):
     epochs: Positive = Field(3, description="passes over the training conversations")
     max_steps: Positive | None = Field(None, description="end earlier, after this many optimiser steps")
     batch_tokens: Positive = Field(8192, description="tokens packed into one optimiser step")
-    learning_rate: float = Field(4e-4, gt=0, description="learning rate at its peak")
+    optimizer: Literal["muon", "adamw"] = Field("muon", description="muon: Muon on hidden matrices, AdamW on the rest")
+    learning_rate: float = Field(4e-4, gt=0, description="learning rate of AdamW at its peak")
+    muon_learning_rate: float = Field(0.02, gt=0, description="learning rate of Muon at its peak")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="how it falls after the warm-up")
     warmup_fraction: Fraction = Field(0.05, description="share of the steps with a rising rate")
     min_lr_fraction: Fraction = Field(0.1, description="rate at the end, as a share of the peak")

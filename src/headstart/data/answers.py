@@ -40,10 +40,6 @@ class AnswerLog:
             file.flush()
             os.fsync(file.fileno())
 
-    def remove(self) -> None:
-        """Delete the file: the order of its lines depends on kills, so it is no part of an artifact."""
-        self.path.unlink(missing_ok=True)
-
     def _record(self, prompt: Prompt, completion: Completion) -> str:
         asked = self._digest(prompt)
         self._done[prompt.id] = (asked, completion)

@@ -121,14 +121,12 @@ def _regenerate(context: Context, build: Build, conversations: Sequence[Conversa
     try:
         template = _open_template(context, build, engine.folder)
         build.facts["engine"] = asdict(engine.info)
-        log = AnswerLog(build.file(LOG), build.facts["target"])
+        log = AnswerLog(build.scratch / LOG, build.facts["target"])
         dialogues = [Dialogue(conversation, _asks(conversation.messages)) for conversation in conversations]
         _answer_all(context, engine, template, log, dialogues)
     finally:
         engine.close()
-    samples = [sample for dialogue in dialogues for sample in _collected(dialogue, tally)]
-    log.remove()
-    return samples
+    return [sample for dialogue in dialogues for sample in _collected(dialogue, tally)]
 
 
 def _asks(messages: Sequence[Message]) -> list[list[Message]]:

@@ -33,7 +33,12 @@ def run(context: Context) -> None:
     target = Anatomy(**store.facts["target"])
     shape = shape_for(settings, target, head, tuple(store.facts["aux_layers"]), vocab.size)
     draft = new_draft(
-        shape, head, torch.from_numpy(vocab.draft_to_target), lm_head=settings.lm_head, seed=context.run.train.seed
+        shape,
+        head,
+        torch.from_numpy(vocab.draft_to_target),
+        lm_head=settings.lm_head,
+        fc=settings.fc,
+        seed=context.run.train.seed,
     )
     device = _device(context.run.target.device)
     with context.create() as build:

@@ -12,6 +12,7 @@ import torch
 from headstart import files
 from headstart.drafts.checkpoint import load_weights, save_weights
 from headstart.drafts.eagle3 import Eagle3
+from headstart.training.optim import Optimizer
 
 _STATE = "state.json"
 
@@ -28,7 +29,7 @@ class Progress:
     curves: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save(folder: Path, draft: Eagle3, optimizer: torch.optim.Optimizer, progress: Progress, keep: int) -> None:
+def save(folder: Path, draft: Eagle3, optimizer: Optimizer, progress: Progress, keep: int) -> None:
     """Write `step-NNNNNN`, then drop all but the newest `keep`. A kill at any moment leaves the older ones valid."""
     final = folder / f"step-{progress.step:06d}"
     work = folder / f".{final.name}.tmp"
@@ -44,7 +45,7 @@ def save(folder: Path, draft: Eagle3, optimizer: torch.optim.Optimizer, progress
         shutil.rmtree(old)
 
 
-def restore(folder: Path, draft: Eagle3, optimizer: torch.optim.Optimizer) -> Progress:
+def restore(folder: Path, draft: Eagle3, optimizer: Optimizer) -> Progress:
     """Load the newest checkpoint into `draft` and `optimizer`; a fresh `Progress` when there is none."""
     found = steps(folder)
     if not found:

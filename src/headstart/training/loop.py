@@ -23,7 +23,7 @@ from headstart.target.head import TargetHead
 from headstart.training import checkpoint
 from headstart.training.batches import Batch, assemble, epoch_order, learnable
 from headstart.training.checkpoint import Progress
-from headstart.training.optim import learning_rate, make_optimizer
+from headstart.training.optim import Optimizer, schedule
 from headstart.training.step import StepStats, forward, teacher_for
 
 BEST = "best.safetensors"
@@ -62,7 +62,7 @@ class Trainer:
         self.draft.requires_grad_(False)
         for parameter in parameters.values():
             parameter.requires_grad_(True)
-        optimizer = make_optimizer(parameters.values(), self.settings)
+        optimizer = Optimizer(parameters, self.settings)
         progress = checkpoint.restore(self._checkpoints, self.draft, optimizer)
         if self._validation_due(progress):
             self._validate(progress)
@@ -79,18 +79,14 @@ class Trainer:
                 )
         return progress
 
-    def _step(
-        self, optimizer: torch.optim.Optimizer, parameters: dict, progress: Progress
-    ) -> tuple[dict[str, Any], int]:
+    def _step(self, optimizer: Optimizer, parameters: dict, progress: Progress) -> tuple[dict[str, Any], int]:
         indices = self.epochs[progress.epoch][progress.batch]
-        rate = learning_rate(progress.step, self.total, self.settings)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        fraction = schedule(progress.step, self.total, self.settings)
         began = time.monotonic()
         batch = self.assemble([self.training[i] for i in indices], self.settings.mask)
         read = time.monotonic() - began
         total, stats = forward(self.draft, batch, self.teacher(batch), self.settings)
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), self.settings.clip)
         if not torch.isfinite(norm):
@@ -98,7 +94,7 @@ class Trainer:
             raise GateError(
                 f"the gradient is not finite at step {progress.step}", looked_for=f"finite values; samples {names}, ..."
             )
-        optimizer.step()
+        optimizer.step(fraction)
         self._advance(progress)
         count = sum(self.training[i].length for i in indices)
         self.events.emit(
@@ -111,12 +107,12 @@ class Trainer:
         return {
             "kind": "train",
             "step": progress.step,
-            "lr": rate,
+            "lr": fraction * self.settings.learning_rate,
             "grad_norm": round(float(norm), 6),
             **stats.summary(),
         }, count
 
-    def _after(self, optimizer: torch.optim.Optimizer, progress: Progress, record: dict[str, Any]) -> None:
+    def _after(self, optimizer: Optimizer, progress: Progress, record: dict[str, Any]) -> None:
         progress.curves.append(record)
         if progress.step % self.settings.checkpoint_every == 0 or progress.step == self.total:
             checkpoint.save(self._checkpoints, self.draft, optimizer, progress, self.settings.keep_checkpoints)

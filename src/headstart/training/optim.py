@@ -3,29 +3,67 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from headstart.config import Train
 
+# Embedding-like and head matrices are left to AdamW: Muon is made for matrices between hidden states.
+NOT_MUON = ("lm_head.weight",)
 
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: Train) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only."""
-    matrices, vectors = [], []
-    for parameter in parameters:
-        (matrices if parameter.ndim > 1 else vectors).append(parameter)
+
+class Optimizer:
+    """AdamW for all parameters, or Muon for the hidden matrices and AdamW for the rest (`train.optimizer`)."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Train) -> None:
+        hidden = {name for name, p in parameters.items() if p.ndim == 2 and name not in NOT_MUON}
+        chosen = hidden if settings.optimizer == "muon" else set()
+        self._parts = [_adamw([p for name, p in parameters.items() if name not in chosen], settings)]
+        if chosen:
+            self._parts.append(_muon([p for name, p in parameters.items() if name in chosen], settings))
+        self._peaks = [[group["lr"] for group in part.param_groups] for part in self._parts]
+
+    def zero_grad(self) -> None:
+        for part in self._parts:
+            part.zero_grad(set_to_none=True)
+
+    def step(self, fraction: float) -> None:
+        """One step at `fraction` of the peak rates."""
+        for part, peaks in zip(self._parts, self._peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * fraction
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self._parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, saved in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+
+
+def _adamw(parameters: list[nn.Parameter], settings: Train) -> torch.optim.Optimizer:
+    """Weight decay on matrices only."""
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) is wide] for wide in (True, False))
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas)
 
 
-def learning_rate(step: int, total: int, settings: Train) -> float:
-    """The rate of 0-based `step`: a linear rise, then down to min_lr_fraction of the peak along the chosen curve."""
+def _muon(parameters: list[nn.Parameter], settings: Train) -> torch.optim.Optimizer:
+    """torch's own, with the update scaled by sqrt(max(1, rows / columns)) as in Keller Jordan's original."""
+    rate, decay = settings.muon_learning_rate, settings.weight_decay
+    return torch.optim.Muon(parameters, lr=rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original")
+
+
+def schedule(step: int, total: int, settings: Train) -> float:
+    """The share of the peak rate at 0-based `step`: a linear rise, then down to min_lr_fraction along the chosen curve."""
     warmup = round(settings.warmup_fraction * total)
     if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
+        return (step + 1) / warmup
     done = (step - warmup) / max(total - warmup, 1)
     curve = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[settings.schedule]
     low = 1.0 if settings.schedule == "constant" else settings.min_lr_fraction
-    return settings.learning_rate * (low + (1 - low) * curve)
+    return low + (1 - low) * curve

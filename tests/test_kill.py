@@ -51,7 +51,7 @@ ttt_steps = 2
 [train]
 epochs = 4
 batch_tokens = 256
-learning_rate = 1e-2
+learning_rate = 3e-3
 validate_every = 4
 checkpoint_every = 3
 [evaluate]
@@ -99,7 +99,7 @@ class Runs:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     folder = tmp_path_factory.mktemp("runs")
     tokenizer = make_tokenizer()
-    save_llama(folder / "model")
+    save_llama(folder / "model", initializer_range=0.05)  # small weights: answers that a tiny draft can learn
     save_tokenizer(folder / "model", end_ids=[tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id])
     _write_conversations(folder)
     (folder / "run.toml").write_text(RUN.format(folder=folder))
@@ -157,8 +157,8 @@ def test_training_of_the_tiny_run_is_worth_breaking(unbroken: Path) -> None:
     """Otherwise equal drafts would say little: the draft must have changed, after the last checkpoint but one."""
     counts = artifact.open_artifact(unbroken / "draft", "draft").counts
     assert counts["steps"] > 12
-    assert counts["best_step"] > 0
-    assert counts["best_tau"] > 1
+    assert counts["best_step"] > 3
+    assert counts["best_tau"] > 1.5
     assert len(list((unbroken / "states").glob("shard-*"))) > 3
 
 

@@ -15,7 +15,7 @@ from headstart import artifact, cli, config, events, pipeline
 from headstart.config import Run
 from headstart.errors import GateError, StageFailed, UserError
 from headstart.events import Events
-from headstart.pipeline import BY_VERB, STAGES, Context, Stage
+from headstart.pipeline import BY_VERB, STAGES, Context, Stage, status
 
 ALL = ["prepare", "regenerate", "vocab", "capture", "train", "evaluate", "export"]
 QUIET = Events(quiet=True)
@@ -233,6 +233,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for verb in ALL:
         put(monkeypatch, verb, stage(verb))
+    nothing = ModuleType("preflight")
+    nothing.check = lambda run: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "headstart.preflight", nothing)
     return calls
 
 
@@ -323,11 +326,29 @@ def test_a_stage_that_ends_without_its_artifact_has_failed(
 
 
 def test_a_single_stage_needs_its_parents(tmp_path: Path, started: list[str]) -> None:
-    with pytest.raises(UserError, match="there is no finished prompts"):
+    with pytest.raises(UserError, match="regenerate needs prompts, which is missing"):
         pipeline.execute(RUN, tmp_path, "regenerate", QUIET)
     make(tmp_path, "prepare")
     made = pipeline.execute(RUN, tmp_path, "regenerate", QUIET)
     assert made.path == tmp_path / "conversations"
+
+
+def test_a_single_stage_does_not_build_on_what_is_stale(root: Path, started: list[str]) -> None:
+    changed = run_with("capture.dtype=float32")
+    with pytest.raises(UserError, match=r"train needs states, which is stale: capture\.dtype was 'auto'"):
+        pipeline.execute(changed, root, "train", QUIET)
+    assert started == []
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_a_damaged_artifact_is_stale_and_made_anew(root: Path, started: list[str], damage: str) -> None:
+    victim = root / "vocab" / "file"
+    victim.unlink() if damage == "gone" else victim.write_text("x")
+    (found,) = [state for state in status(RUN, root) if state.folder == "vocab"]
+    assert found.state == "stale"
+    assert "vocab/file" in found.why
+    pipeline.execute_all(RUN, root, QUIET)
+    assert started == ["vocab"]
 
 
 def test_a_context_knows_its_settings_and_parents(root: Path) -> None:

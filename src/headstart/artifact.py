@@ -102,9 +102,15 @@ def open_artifact(path: Path, kind: str) -> Artifact:
     manifest = _read_manifest(path)
     if manifest.kind != kind:
         raise UserError(f"{path} holds {manifest.kind}, not {kind}")
-    for name, entry in manifest.files.items():
-        _check_file(path / name, entry["bytes"], kind)
+    for fault in damage(path, manifest):
+        raise UserError(fault, do=_remake(kind))
     return Artifact(path, manifest)
+
+
+def damage(path: Path, manifest: Manifest) -> list[str]:
+    """Files of a finished artifact that are gone or have another size, told by name; `verify` reads their bytes too."""
+    told = (_fault(path / name, entry["bytes"]) for name, entry in manifest.files.items())
+    return [fault for fault in told if fault]
 
 
 def read_manifest(path: Path) -> Manifest | None:
@@ -326,11 +332,11 @@ def _read_manifest(path: Path) -> Manifest:
         raise UserError(what, do="delete the folder and run the stage again") from None
 
 
-def _check_file(path: Path, size: int, kind: str) -> None:
+def _fault(path: Path, size: int) -> str | None:
     if not path.exists():
-        raise UserError(f"{path} is missing", do=_remake(kind))
-    if path.stat().st_size != size:
-        raise UserError(f"{path} has {path.stat().st_size} bytes, not {size}", do=_remake(kind))
+        return f"{path} is missing"
+    found = path.stat().st_size
+    return f"{path} has {found} bytes, not {size}" if found != size else None
 
 
 def _names(folder: Path) -> list[str]:

@@ -123,13 +123,14 @@ def status(run: Run, root: Path) -> list[Status]:
 
 
 def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
-    """Run one stage, whatever its state; its parents must be whole. Returns the new artifact.
+    """Run one stage, whatever its state; what it is made from must be fresh. Returns the new artifact.
 
     Raises:
-        UserError: what the stage refuses.
+        UserError: a stage before it is missing or stale, or what the stage itself refuses.
         RuntimeError: the stage ended without making its artifact; an older one with other settings does not count.
     """
     stage = BY_VERB[verb]
+    _require_fresh(run, root, stage)
     module = importlib.import_module(f"headstart.stages.{verb}")
     context = Context(run, stage, root, events)
     events.emit("stage-start", stage=verb)
@@ -150,11 +151,15 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
         StageFailed: a stage ended with a user error; names it, and no later stage is started.
         Exception: a stage has a bug; a note names the stage, and no later stage is started.
     """
+    checked = False
     for stage in _up_to(until):
         state = next(item for item in status(run, root) if item.verb == stage.verb)
         if state.state == "fresh":
             events.say(f"{stage.verb}: fresh, skipped")
             continue
+        if not checked:
+            importlib.import_module("headstart.preflight").check(run)
+            checked = True
         events.say(f"{stage.verb}: {state.why}")
         try:
             execute(run, root, stage.verb, events)
@@ -166,6 +171,16 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
             events.emit("stage-failed", stage=stage.verb, error=repr(error))
             error.add_note(f"stage {stage.verb} failed")
             raise
+
+
+def _require_fresh(run: Run, root: Path, stage: Stage) -> None:
+    for state in status(run, root):
+        if state.folder in stage.parents and state.state != "fresh":
+            raise UserError(
+                f"{stage.verb} needs {state.folder}, which is {state.state}: {state.why}",
+                looked_for=f"a finished {root / state.folder}, made with these settings",
+                do=f"headstart run RUN.TOML --until {stage.verb} makes what is missing or stale, then {stage.verb}",
+            )
 
 
 def _up_to(until: str | None) -> Iterator[Stage]:
@@ -184,7 +199,7 @@ def _status_of(run: Run, root: Path, stage: Stage, earlier: Mapping[str, Status]
         partial = artifact.is_partial(path)
         why = _why_partial(path, stage, settings, earlier) if partial else "not made yet"
         return Status(stage.verb, stage.folder, "partial" if partial else "missing", why, None)
-    reasons = _why_stale(manifest, stage, settings, earlier)
+    reasons = _why_stale(manifest, stage, settings, earlier, artifact.damage(path, manifest))
     return Status(stage.verb, stage.folder, "stale" if reasons else "fresh", "; ".join(reasons), manifest)
 
 
@@ -200,8 +215,10 @@ def _why_partial(path: Path, stage: Stage, settings: dict[str, Any], earlier: Ma
     return "was interrupted with other settings or parents; starts anew"
 
 
-def _why_stale(manifest: Manifest, stage: Stage, wanted: dict[str, Any], earlier: Mapping[str, Status]) -> list[str]:
-    reasons = []
+def _why_stale(
+    manifest: Manifest, stage: Stage, wanted: dict[str, Any], earlier: Mapping[str, Status], damage: list[str]
+) -> list[str]:
+    reasons = list(damage)
     for name in sorted(set(wanted) | set(manifest.settings)):
         old, new = manifest.settings.get(name), wanted.get(name)
         if canonical(old) != canonical(new):

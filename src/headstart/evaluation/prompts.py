@@ -49,14 +49,20 @@ def load_sets(names: Sequence[str], max_prompts: int, template: Template) -> lis
     topic.
 
     Raises:
-        UserError: a name twice, an unknown set, one meant for training, one without prompts, or a row that
-        cannot
-            be read or rendered.
+        UserError: a name twice, an unknown set, one meant for training, one without prompts, or a row that cannot be
+            read or rendered.
     """
+    check_names(names)
+    return [_load(name, max_prompts, template) for name in names]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Whether the sets exist, without reading them. Raises UserError as `load_sets` does."""
     twice = sorted({name for name in names if list(names).count(name) > 1})
     if twice:
         raise UserError(f"evaluate.prompts names {twice[0]} twice")
-    return [_load(name, max_prompts, template) for name in names]
+    for name in names:
+        _find(name)
 
 
 def _load(name: str, max_prompts: int, template: Template) -> PromptSet:

@@ -1,0 +1,49 @@
+"""Settings that only a late stage would refuse are refused before the first one starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fixtures_models import save_llama, save_shallow
+from fixtures_text import save_tokenizer
+from headstart import config, pipeline
+from headstart.errors import UserError
+from headstart.events import Events
+
+
+def run_for(root: Path, target: Path, *overrides: str) -> config.Run:
+    (root / "data.jsonl").write_text(json.dumps({"prompt": "Name a number.", "completion": "40"}) + "\n")
+    raw = {"target": {"model": str(target)}, "data": {"sources": [str(root / "data.jsonl")]}}
+    return config.build(raw, overrides)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(save_llama(tmp_path_factory.mktemp("target")))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("capture.aux_layers=[1, 2, 99]", "99 is not a boundary"),
+        ("capture.aux_layers=[2, 2]", "repeated"),
+        ("vocab.size=100000", "larger than the target's vocabulary"),
+        ("evaluate.prompts=['no_such_set']", "no_such_set"),
+        ("evaluate.prompts=['sharegpt']", "for training"),
+    ],
+)
+def test_nothing_starts(tmp_path: Path, target: Path, override: str, said: str) -> None:
+    run = run_for(tmp_path, target, override)
+    with pytest.raises(UserError, match=said):
+        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shallow_target_is_refused_with_layers_that_fit(tmp_path: Path) -> None:
+    """Case C30, before the answers are made."""
+    shallow = save_tokenizer(save_shallow(tmp_path / "target"))
+    with pytest.raises(UserError, match=r"capture\.aux_layers, for instance to \[1, 2, 3\]"):
+        pipeline.execute_all(run_for(tmp_path, shallow), tmp_path / "run", Events(quiet=True))

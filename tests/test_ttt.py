@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -83,6 +84,27 @@ def test_every_row_equals_step_by_step_decoding(backend: str, layers: int, flags
                 compared += 1
     brute = sum(brute_mask(mask, steps).any(axis=0).sum() for mask in supervised)
     assert compared >= brute > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_long_and_short_documents_in_one_pack_equal_decoding(backend: str) -> None:
+    """Case C35: lengths around the kernels' block size, mixed in a batch; no NaN, and every chain is the decoder's."""
+    draft, lengths = make_draft(), [1, 2, 127, 128, 129]
+    supervised = [np.arange(length) >= length - 9 for length in lengths]
+    tokens, aux, plan = pack(lengths, supervised, 4)
+    starts = np.cumsum([0, *lengths])
+    with torch.no_grad():
+        outs = unroll(draft, aux[plan.context], tokens, plan, BACKENDS[backend])
+        for document, (begin, end) in enumerate(pairwise(starts)):
+            mask = live_mask(supervised[document], 4)
+            for row in np.flatnonzero(mask[0]):
+                expected = chain(draft, tokens[begin:end], aux[begin:end], int(row), int(mask[:, row].sum()))
+                for index, step in enumerate(plan.steps):
+                    at = (plan.context[step.rows] == begin + row).nonzero()[:, 0]
+                    for found in outs[index][at]:
+                        torch.testing.assert_close(found, expected[index][0], atol=1e-9, rtol=1e-9)
+    assert sum(len(step.rows) for step in plan.steps) == 3 * (8 + 7 + 6 + 5)  # of 9 answer tokens the first is given
+    assert not any(out.isnan().any() for out in outs)
 
 
 @pytest.mark.parametrize("lengths", [[1, 2, 63, 64, 65, 127, 128, 129], [130]])

@@ -310,6 +310,67 @@ def test_a_full_disk_is_refused_before_the_target_is_loaded(
     assert "capture.dtype" in str(refused.value)
 
 
+@pytest.mark.parametrize(("share", "enough"), [(0.9, False), (1.1, True)])
+def test_the_disk_estimate_is_that_of_the_stored_type(
+    engine: TransformersEngine,
+    samples: list[Sample],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    enough: bool,
+) -> None:
+    """float32 on this CPU: 4 vectors of 64 numbers of 4 bytes for each token."""
+    needed = sum(len(sample.input_ids) for sample in samples) * 4 * 64 * 4
+    free = int(needed * share)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))  # type: ignore[attr-defined]
+    context = context_for(tmp_path, engine.folder, samples, "target.device=auto")
+    if enough:
+        capture.run(context)
+    else:
+        with pytest.raises(UserError, match="are free"):
+            capture.run(context)
+
+
+def test_a_state_that_overflows_the_stored_type_is_found(
+    engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = Tampering(engine, planted(lambda states: replace(states, aux=states.aux * 1e6), {"p007"}))
+    monkeypatch.setattr(capture, "open_engine", lambda target: huge)
+    capture.run(context_for(tmp_path, engine.folder, samples, "capture.dtype=float16", "capture.max_bad_fraction=0.1"))
+    assert "aux is not finite" in states_of(tmp_path)[0].counts["dropped"]["p007"]
+
+
+def test_a_shard_of_which_nothing_is_left_still_says_why(
+    engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "PROBES", 1)
+    monkeypatch.setattr(capture, "open_engine", lambda target: Tampering(engine, planted(nan, {"p001"})))
+    capture.run(
+        context_for(tmp_path, engine.folder, samples[:3], "capture.shard_tokens=1", "capture.max_bad_fraction=0.5")
+    )
+    made, opened = states_of(tmp_path)
+    assert set(made.counts["dropped"]) == {"p001"}
+    assert made.counts["supervised"] == sum(sample.supervised.sum() for sample in (samples[0], samples[2]))
+    assert [entry.id for entry in opened.entries] == ["p000", "p002"]
+
+
+def test_the_normaliser_of_a_half_precision_target_makes_probabilities_sum_to_one(tmp_path: Path) -> None:
+    """The teacher of the training is float32; with a bfloat16 normaliser its whole mass was 0.92 to 1.07."""
+    target = save_llama(tmp_path / "target")
+    wide = open_tiny(target)
+    samples = answered(wide, 6, 9)
+    capture.run(context_for(tmp_path, target, samples, "target.dtype=bfloat16"))
+    _, opened = states_of(tmp_path)
+    head = opened.head()
+    assert head.lm_head.dtype == torch.bfloat16
+    for entry in opened.entries:
+        stored = opened.read(entry)
+        rows = torch.from_numpy(store.label_rows(stored.supervised.numpy().astype(bool)))
+        logits = head.norm(stored.last[rows].float()) @ head.lm_head.float().T
+        mass = (logits - stored.log_normalizer[rows][:, None]).exp().sum(-1)
+        torch.testing.assert_close(mass, torch.ones_like(mass), atol=1e-4, rtol=0)
+
+
 def test_stored_dtype_is_the_one_asked_for(engine: TransformersEngine, samples: list[Sample], tmp_path: Path) -> None:
     capture.run(context_for(tmp_path, engine.folder, samples, "capture.dtype=bfloat16"))
     _, opened = states_of(tmp_path)

@@ -16,7 +16,7 @@ from headstart.events import Events
 
 def run_for(root: Path, target: Path, *overrides: str) -> config.Run:
     (root / "data.jsonl").write_text(json.dumps({"prompt": "Name a number.", "completion": "40"}) + "\n")
-    raw = {"target": {"model": str(target)}, "data": {"sources": [str(root / "data.jsonl")]}}
+    raw = {"target": {"model": str(target)}, "data": {"sources": [str(root / "data.jsonl")], "max_length": 256}}
     return config.build(raw, overrides)
 
 
@@ -30,6 +30,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("capture.aux_layers=[1, 2, 99]", "99 is not a boundary"),
         ("capture.aux_layers=[2, 2]", "repeated"),
+        ("data.max_length=2048", "more than the target can read"),
+        ("draft.num_kv_heads=3", "num_heads a multiple of num_kv_heads"),
+        ("draft.head_dim=5", "head_dim even"),
+        ("target.device=cuda:9", "cannot be used"),
         ("vocab.size=100000", "larger than the target's vocabulary"),
         ("evaluate.prompts=['no_such_set']", "no_such_set"),
         ("evaluate.prompts=['sharegpt']", "for training"),

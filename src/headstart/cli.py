@@ -62,10 +62,18 @@ def _told(error: Exception) -> HeadstartError | None:
         return error
     if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in EXTRAS:
         return UserError(f"{missing} is not installed", do=f"pip install 'headstart[{EXTRAS[missing]}]'")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        name = error.filename or "where it was written"
+    if _disk_is_full(error):
+        name = getattr(error, "filename", None) or "where it was written"
         return UserError(f"no space is left on the disk of {name}", do="make room; the same command continues")
     return None
+
+
+def _disk_is_full(error: Exception) -> bool:
+    """Libraries that write on their own (safetensors, pyarrow) only carry the system's number in their text."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError) and error.errno in codes:
+        return True
+    return any(f"os error {code}" in str(error) or f"errno {code}" in str(error) for code in codes)
 
 
 @app.callback(invoke_without_command=True)
@@ -154,7 +162,7 @@ def inspect(
     from headstart.target import anatomy, source
 
     path = Path(model)
-    found = anatomy.inspect(path if path.exists() else source.resolve(model, None))
+    found = anatomy.inspect(path if path.exists() else source.resolve(model, None, weights=False))
     if as_json:
         print(json.dumps(asdict(found), indent=2, default=str))
     else:

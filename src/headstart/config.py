@@ -201,6 +201,15 @@ class Run(Section):
         return self
 
     @model_validator(mode="after")
+    def _evaluation_measures(self) -> Run:
+        if self.evaluate.max_new_tokens < 2:
+            what = "leaves nothing to draft: the first token comes from the prefill; set 2 or more"
+            raise ValueError(f"evaluate.max_new_tokens = 1 {what}")
+        if len(set(self.evaluate.temperatures)) < len(self.evaluate.temperatures):
+            raise ValueError(f"evaluate.temperatures = {list(self.evaluate.temperatures)} holds one twice")
+        return self
+
+    @model_validator(mode="after")
     def _export_can_load(self) -> Run:
         if "speculators" in self.export.formats and not self.export.embed_tokens:
             raise ValueError("export.embed_tokens must be true for the speculators format: it loads garbage without it")

@@ -66,6 +66,15 @@ def fingerprint(path: Path, whole_up_to: int = 64 << 20) -> dict[str, Any]:
     return {"bytes": size, "sampled": digest.hexdigest()}
 
 
+def matching(name: str) -> list[Path]:
+    """The files that a name stands for: one file, or those of a glob (`~` and `**` work), in order; none is an empty list."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [path]
+    start, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
+    return [found for found in sorted(start.glob(pattern)) if found.is_file()]
+
+
 def canonical(value: Any) -> str:
     """One spelling per value, so that equal settings have equal hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=str)

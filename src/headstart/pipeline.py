@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,9 +38,8 @@ STAGES = (
     Stage("export", "export", ("draft", "states"), ("target.model", "export", "evaluate.draft_tokens")),
 )
 BY_VERB = {stage.verb: stage for stage in STAGES}
-BY_FOLDER = {stage.folder: stage for stage in STAGES}
 
-# How a result is computed, not what it is: a change never makes an artifact stale.
+# How a result is computed, not what it is: a change does not make an artifact stale. (Another batch can change a last bit.)
 _SPEED_ONLY = {
     "data.max_drop",
     "regenerate.batch_size",
@@ -50,6 +48,8 @@ _SPEED_ONLY = {
     "train.checkpoint_every",
     "train.keep_checkpoints",
 }
+
+VERIFY_UP_TO = 16 << 30
 
 State = Literal["fresh", "stale", "partial", "missing"]
 
@@ -89,6 +89,12 @@ class Context:
     def parents(self) -> dict[str, Artifact]:
         return {folder: self.parent(folder) for folder in self.stage.parents}
 
+    def verify_parents(self) -> None:
+        """Compare what this stage reads with its checksums, up to VERIFY_UP_TO bytes each: hashing terabytes takes hours."""
+        for parent in self.parents().values():
+            if sum(entry["bytes"] for entry in parent.manifest.files.values()) <= VERIFY_UP_TO:
+                artifact.verify(parent)
+
     def create(self) -> Any:
         """The context manager that makes this stage's artifact (see `artifact.create`)."""
         return artifact.create(self.path, self.stage.folder, self.settings, self.parents())
@@ -99,18 +105,16 @@ def settings_of(run: Run, stage: Stage) -> dict[str, Any]:
     values = _flatten(run.model_dump(mode="json"))
     chosen = {name: value for name, value in values.items() if _belongs(name, stage.settings)}
     kept = {name: value for name, value in chosen.items() if name not in _SPEED_ONLY}
-    return kept | _inputs(run) if not stage.parents else kept
+    return kept | _inputs(run, stage)
 
 
-def _inputs(run: Run) -> dict[str, Any]:
-    """What local sources and a local target hold, so that the first stage is stale when a file changes under its name."""
-    found: dict[str, Any] = {}
-    for source in run.data.sources:
-        for name in sorted(glob.glob(source)) or [source]:  # noqa: PTH207 (a source may be absolute)
-            if Path(name).is_file():
-                found[f"content of {name}"] = files.fingerprint(Path(name))
-    if Path(run.target.model).is_dir():
-        found[f"content of {run.target.model}"] = fingerprint(Path(run.target.model))
+def _inputs(run: Run, stage: Stage) -> dict[str, Any]:
+    """What files outside the run directory hold, so that a stage is stale when one of those it reads changes."""
+    names = {"prepare": (*run.data.sources, *run.data.decontaminate), "evaluate": run.evaluate.prompts}
+    paths = {path for name in names.get(stage.verb, ()) for path in files.matching(name)}
+    found: dict[str, Any] = {f"content of {path}": files.fingerprint(path) for path in sorted(paths)}
+    if stage.verb == "prepare" and Path(run.target.model).expanduser().is_dir():
+        found[f"content of {run.target.model}"] = fingerprint(Path(run.target.model).expanduser())
     return found
 
 
@@ -130,10 +134,11 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
         RuntimeError: the stage ended without making its artifact; an older one with other settings does not count.
     """
     stage = BY_VERB[verb]
+    module = importlib.import_module(f"headstart.stages.{verb}")  # first: it says which extra is missing
     _require_fresh(run, root, stage)
-    module = importlib.import_module(f"headstart.stages.{verb}")
     context = Context(run, stage, root, events)
     events.emit("stage-start", stage=verb)
+    context.verify_parents()
     module.run(context)
     left = artifact.read_manifest(context.path)
     if left is None or canonical(left.settings) != canonical(context.settings):
@@ -157,7 +162,7 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
         if state.state == "fresh":
             events.say(f"{stage.verb}: fresh, skipped")
             continue
-        if not checked:
+        if not checked:  # before the first stage that does any work
             importlib.import_module("headstart.preflight").check(run)
             checked = True
         events.say(f"{stage.verb}: {state.why}")

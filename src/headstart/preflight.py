@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from headstart.config import Run
 from headstart.data.vocab import pick_size
+from headstart.engines.weights import pick_device
+from headstart.errors import UserError
 from headstart.evaluation.prompts import check_names
-from headstart.target.anatomy import inspect
+from headstart.target.anatomy import Anatomy, inspect
 from headstart.target.layers import check_boundaries
 from headstart.target.source import resolve
+from headstart.training.build import shape_for
 
 
 def check(run: Run) -> None:
-    """Compare the settings with the target's configuration; needs no weights.
+    """Compare the settings with the target's configuration and this machine; needs no weights.
 
     Raises:
-        UserError: aux layers or a draft vocabulary that the target does not have, or prompt sets that do not exist.
+        UserError: a device that is not here, sequences longer than the target reads, aux layers or a draft vocabulary that it
+            does not have, a draft whose heads do not fit, or prompt sets that do not exist.
     """
-    target = inspect(resolve(run.target.model, run.target.revision, weights=False))
-    check_boundaries(run.capture.aux_layers, target.required("num_layers"))
-    pick_size(run.vocab.size, target.required("vocab_size"))
+    pick_device(run.target.device)
     check_names(run.evaluate.prompts)
+    target = inspect(resolve(run.target.model, run.target.revision, weights=False))
+    _check_length(run, target)
+    aux = check_boundaries(run.capture.aux_layers, target.required("num_layers"))
+    shape_for(run.draft, target, aux, pick_size(run.vocab.size, target.required("vocab_size")))
+
+
+def _check_length(run: Run, target: Anatomy) -> None:
+    limit = target.required("max_positions")
+    if run.data.max_length > limit:
+        raise UserError(
+            f"data.max_length = {run.data.max_length} is more than the target can read",
+            looked_for=f"at most {limit} ({target.evidence['max_positions']})",
+            do=f"set data.max_length to {limit} or less",
+        )

@@ -32,7 +32,28 @@ def begin(run: Run, root: Path, *, quiet: bool = False) -> Events:
     events = Events(root / EVENTS, quiet=quiet)
     events.emit("run", settings=resolved)
     events.say(f"run directory: {root}  (settings: {root / SETTINGS})")
+    for line in _lines(resolved):
+        events.say(line)
     return events
+
+
+def _lines(resolved: dict[str, Any]) -> list[str]:
+    """The settings, a line for each section; absent ones are left out."""
+    shown = {name: section for name, section in resolved.items() if isinstance(section, dict)}
+    return [
+        f"  {name}: " + "  ".join(f"{key}={_short(value)}" for key, value in section.items() if value not in (None, {}))
+        for name, section in shown.items()
+    ]
+
+
+def _short(value: Any) -> str:
+    return (
+        ",".join(map(str, value))
+        if isinstance(value, list)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
 
 
 def recorded(root: Path, overrides: Sequence[str] = ()) -> Run:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headstart.engines.base import Engine, States
@@ -17,18 +18,20 @@ from headstart.errors import GateError
 from headstart.target.head import TargetHead
 from headstart.types import Sample
 
-# Largest difference of one probability that rounding explains, by compute type.
+# Difference of a probability that rounding explains at 99 of 100 tokens, by compute type; a wrong state fails at nearly all.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03}
 LEAST_AGREEMENT = {"float32": 0.999, "bfloat16": 0.97, "float16": 0.99}
 
 
 @dataclass(frozen=True)
 class Identity:
-    """max_dp: largest |p rebuilt - p engine|; argmax_agreement: share of rows with the same most likely token."""
+    """max_dp: largest |p rebuilt - p engine| of any token, high_dp: of 99 % of them; argmax_agreement: share of rows with
+    the same most likely token."""
 
     probes: int
     tokens: int
     max_dp: float
+    high_dp: float
     argmax_agreement: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,20 +46,21 @@ def check_identity(engine: Engine, head: TargetHead, probes: Sequence[Sample], b
     """
     layers = engine.info.num_layers
     found = {states.id: states for states in engine.capture(probes, (layers - 1, layers), batch_tokens)}
-    worst, agreed, tokens = 0.0, 0, 0
+    worst, agreed = [], 0
     for probe in probes:
         own = engine.log_probs(probe.input_ids.tolist())
         rebuilt = head.logits(found[probe.id].last.to(head.lm_head.device)).log_softmax(-1).to(own.device)
-        worst = max(worst, float((rebuilt.exp() - own.exp()).abs().max()))
+        worst.append((rebuilt.exp() - own.exp()).abs().max(-1).values)
         agreed += int((rebuilt.argmax(-1) == own.argmax(-1)).sum())
-        tokens += len(own)
-    result = Identity(len(probes), tokens, worst, agreed / tokens)
+    differences = torch.cat(worst)
+    high = float(differences.quantile(0.99))
+    result = Identity(len(probes), len(differences), float(differences.max()), high, agreed / len(differences))
     dtype = engine.info.dtype
-    if not worst <= TOLERANCE[dtype] or result.argmax_agreement < LEAST_AGREEMENT[dtype]:
+    if not high <= TOLERANCE[dtype] or result.argmax_agreement < LEAST_AGREEMENT[dtype]:
         raise GateError(
             f"logits rebuilt from the captured last state are not the target's own: "
-            f"max |dp| {worst:.3g}, argmax agreement {100 * result.argmax_agreement:.1f} %",
-            looked_for=f"max |dp| <= {TOLERANCE[dtype]} in {dtype}; the captured state is {what_is(found[probes[0].id], head)}",
+            f"|dp| {high:.3g}, argmax agreement {100 * result.argmax_agreement:.1f} %",
+            looked_for=f"|dp| <= {TOLERANCE[dtype]} in {dtype}; the captured state is {what_is(found[probes[0].id], head)}",
             do="nothing was captured; check target.layers_path and that this model's final norm and head are known",
         )
     return result

@@ -76,8 +76,7 @@ def find(name: str) -> Source:
     path = Path(name).expanduser()
     if path.is_dir():
         raise UserError(f"the source {name} is a folder", do=f"name its files, e.g. {name.rstrip('/')}/*.jsonl")
-    start, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
-    paths = (path,) if path.is_file() else tuple(found for found in sorted(start.glob(pattern)) if found.is_file())
+    paths = tuple(files.matching(name))
     if not paths:
         raise UserError(
             f"the source {name} does not exist",

@@ -30,8 +30,9 @@ def accept_matrices(
     """
     entries = learnable(store, store.of("validation"), "exact")
     device = str(draft.fc.weight.device)
+    head = head.to(device)
     for entry in entries:
-        yield _matrices(draft, store, head.to(device), steps, entry, device)
+        yield _matrices(draft, store, head, steps, entry, device)
 
 
 def offline_acceptance(draft: Eagle3, states: Artifact, draft_tokens: int) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from headstart.data.identity import check_identity
 from headstart.data.rows import read_samples
 from headstart.engines.base import Engine, States
 from headstart.engines.load import open_engine
+from headstart.engines.weights import pick_device, pick_dtype
 from headstart.errors import GateError, UserError
 from headstart.events import Progress
 from headstart.pipeline import Context
@@ -28,7 +28,16 @@ from headstart.target.source import resolve
 from headstart.types import Sample
 
 PROBES, PROBE_TOKENS = 4, 256
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What every shard needs."""
+
+    engine: Engine
+    head: TargetHead
+    boundaries: tuple[int, ...]
+    settings: config.Capture
 
 
 def run(context: Context) -> None:
@@ -38,35 +47,30 @@ def run(context: Context) -> None:
         UserError: aux layers that do not fit the target, or too little disk for the states.
         GateError: the identity check fails, or more samples than `max_bad_fraction` fail a gate.
     """
-    settings = context.run.capture
-    target = context.run.target
+    settings, target = context.run.capture, context.run.target
     anatomy = inspect(resolve(target.model, target.revision))
     boundaries = check_boundaries(settings.aux_layers, anatomy.required("num_layers"))
     samples = read_samples(context.parent("conversations").file("samples.parquet"))
-    shards = store.plan_shards(samples, settings.shard_tokens)
+    shards = {store.shard_name(i): part for i, part in enumerate(store.plan_shards(samples, settings.shard_tokens))}
     with context.create() as build:
-        missing = {name: part for name, part in _named(shards) if store.read_header(build.file(name)) is None}
-        tokens = _tokens(samples)
-        check_disk(
-            build.path, sum(_tokens(part) for part in missing.values()), len(boundaries), anatomy, target, settings
-        )
+        missing = {name: part for name, part in shards.items() if store.read_header(build.file(name)) is None}
+        check_disk(build.path, sum(map(_tokens, missing.values())), len(boundaries), anatomy, target, settings)
         engine = open_engine(target)
         try:
-            _capture(context, build, engine, boundaries, missing, tokens)
+            work = _Work(engine, engine.head(), boundaries, settings)
+            _prove(context, build, work, samples)
+            _capture(context, build, work, missing, samples)
         finally:
             engine.close()
-        _finish(build, [name for name, _ in _named(shards)], samples)
+        _finish(build, list(shards), samples)
 
 
 def check_disk(
     folder: Path, tokens: int, aux: int, anatomy: Anatomy, target: config.Target, settings: config.Capture
 ) -> None:
     """Refuse before any work when the states cannot fit. Size: tokens * (n_aux + 1) * d * bytes, and 13 bytes of labels."""
-    width = anatomy.required("hidden_size")
-    dtype = next(
-        (d for d in (settings.dtype, target.dtype) if d != "auto"), "float32" if target.device == "cpu" else "bfloat16"
-    )
-    needed = tokens * ((aux + 1) * width * BYTES[dtype] + 13)
+    width, dtype = anatomy.required("hidden_size"), stored_dtype(target, settings)
+    needed = tokens * ((aux + 1) * width * dtype.itemsize + 13)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
@@ -76,67 +80,59 @@ def check_disk(
         )
 
 
-def _capture(
-    context: Context,
-    build: Build,
-    engine: Engine,
-    boundaries: tuple[int, ...],
-    missing: dict[str, list[Sample]],
-    tokens: int,
-) -> None:
-    settings = context.run.capture
-    head = engine.head()
-    head.save(build.path)
-    samples = read_samples(context.parent("conversations").file("samples.parquet"))
-    identity = check_identity(engine, head, _probes(samples), settings.batch_tokens)
+def stored_dtype(target: config.Target, settings: config.Capture) -> torch.dtype:
+    """What states are stored in: the type asked for, else the engine's."""
+    if settings.dtype != "auto":
+        return getattr(torch, settings.dtype)
+    return pick_dtype(target.dtype, pick_device(target.device))
+
+
+def _prove(context: Context, build: Build, work: _Work, samples: list[Sample]) -> None:
+    """The identity check, and what it was made with, before the first shard."""
+    work.head.save(build.path)
+    identity = check_identity(work.engine, work.head, _probes(samples), work.settings.batch_tokens)
     context.events.say(
         f"  identity: rebuilt logits are the target's own (max |dp| {identity.max_dp:.1e}, "
         f"argmax agreement {100 * identity.argmax_agreement:.1f} % of {identity.tokens} tokens)"
     )
     build.facts |= {
-        "aux_layers": list(boundaries),
+        "aux_layers": list(work.boundaries),
         "last": "boundary n, before the final norm",
         "identity": identity.as_dict(),
-        "engine": asdict(engine.info),
-        "target": asdict(inspect(engine.folder)),
+        "engine": asdict(work.engine.info),
+        "target": asdict(inspect(work.engine.folder)),
     }
-    budget = settings.max_bad_fraction * len(samples)
+
+
+def _capture(
+    context: Context, build: Build, work: _Work, missing: dict[str, list[Sample]], samples: list[Sample]
+) -> None:
     bad = _dropped(sorted(build.path.glob("shard-*")))
-    began, done = time.monotonic(), tokens - sum(_tokens(part) for part in missing.values())
+    tokens = _tokens(samples)
+    began, done = time.monotonic(), tokens - sum(map(_tokens, missing.values()))
     with context.events.progress("capture", tokens, "tok", done=done) as bar:
         for name, part in missing.items():
-            bad |= _one_shard(build.file(name), part, engine, boundaries, head, settings, bar)
-            _check_budget(bad, budget, len(samples))
+            bad |= _one_shard(build.file(name), part, work, bar)
+            _check_budget(bad, work.settings.max_bad_fraction * len(samples), len(samples))
     context.events.emit("captured", tokens=tokens - done, seconds=round(time.monotonic() - began, 3))
 
 
-def _one_shard(
-    path: Path,
-    part: list[Sample],
-    engine: Engine,
-    boundaries: tuple[int, ...],
-    head: TargetHead,
-    settings: config.Capture,
-    bar: Progress,
-) -> dict[str, str]:
+def _one_shard(path: Path, part: list[Sample], work: _Work, bar: Progress) -> dict[str, str]:
     """Capture the samples of one shard and write it; returns the samples left out, with reasons."""
     wanted = {sample.id: sample for sample in part}
     kept: dict[str, States] = {}
     dropped: dict[str, str] = {}
-    for states in engine.capture(part, boundaries, settings.batch_tokens):
-        sample = wanted[states.id]
-        reason = fault(sample, states)
-        if reason:
+    for captured in work.engine.capture(part, work.boundaries, work.settings.batch_tokens):
+        sample, states = wanted[captured.id], _stored(captured, work.settings)
+        if reason := fault(sample, states):  # after the cast: a narrow type may have overflowed
             dropped[sample.id] = reason
         else:
-            kept[sample.id] = _stored(states, settings)
-        bar.advance(len(sample.input_ids), bad=len(dropped)) if dropped else bar.advance(len(sample.input_ids))
-    dropped |= {
-        sample.id: "the engine returned nothing" for sample in part if sample.id not in kept.keys() | dropped.keys()
-    }
+            kept[sample.id] = states
+        bar.advance(len(sample.input_ids), **({"bad": len(dropped)} if dropped else {}))
+    lost = wanted.keys() - kept.keys() - dropped.keys()
+    dropped |= {name: "the engine returned nothing" for name in wanted if name in lost}
     pairs = [(sample, kept[sample.id]) for sample in part if sample.id in kept]
-    if pairs:
-        store.write_shard(path, pairs, head, dropped)
+    store.write_shard(path, pairs, work.head, dropped)
     return dropped
 
 
@@ -164,11 +160,12 @@ def _finish(build: Build, names: list[str], samples: list[Sample]) -> None:
     dropped = {sample: reason for _, found in headers for sample, reason in found.items()}
     if not entries:
         raise GateError("no sample was captured")
+    kept = {entry.id for entry in entries}
     store.write_index(build.file(store.INDEX), entries)
     build.counts |= {
         "samples": len(entries),
         "tokens": sum(entry.length for entry in entries),
-        "supervised": int(sum(sample.supervised.sum() for sample in samples if sample.id not in dropped)),
+        "supervised": int(sum(sample.supervised.sum() for sample in samples if sample.id in kept)),
         "shards": len(headers),
         "bytes": sum(build.file(name).stat().st_size for name in names if build.file(name).exists()),
         "dropped": dropped,
@@ -187,11 +184,6 @@ def _probes(samples: list[Sample]) -> list[Sample]:
         ids, mask = sample.input_ids[:PROBE_TOKENS], sample.supervised[:PROBE_TOKENS]
         cut.append(Sample(sample.id, sample.conversation, sample.source, sample.split, ids, mask, sample.finish))
     return cut
-
-
-def _named(shards: list[list[Sample]]) -> Iterator[tuple[str, list[Sample]]]:
-    for number, part in enumerate(shards):
-        yield store.shard_name(number), part
 
 
 def _tokens(samples: list[Sample]) -> int:

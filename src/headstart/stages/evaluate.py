@@ -41,7 +41,6 @@ def run(context: Context) -> None:
         GateError: nothing could be measured.
     """
     settings, target, parents = context.run.evaluate, context.run.target, context.parents()
-    _check_settings(settings)
     template = Template.load(resolve(target.model, target.revision), trust_remote_code=target.trust_remote_code)
     sets = load_sets(settings.prompts, settings.max_prompts, template)
     drafts = _load_drafts(parents, settings)
@@ -66,16 +65,6 @@ def run(context: Context) -> None:
         )
         build.facts.update(engine=asdict(engine.info), sources={chosen.name: chosen.facts for chosen in sets})
         _tell(context, rows, offline)
-
-
-def _check_settings(settings: Evaluate) -> None:
-    if len(set(settings.temperatures)) < len(settings.temperatures):
-        raise UserError(f"evaluate.temperatures = {list(settings.temperatures)} holds one twice")
-    if settings.max_new_tokens < 2:
-        raise UserError(
-            "evaluate.max_new_tokens = 1 leaves nothing to draft: the first token comes from the prefill",
-            do="set it to 2 or more; 128 is the default",
-        )
 
 
 def _load_drafts(parents: dict[str, Artifact], settings: Evaluate) -> dict[str, Eagle3]:

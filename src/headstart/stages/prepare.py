@@ -52,7 +52,7 @@ def run(context: Context) -> None:
         reading = Reading(data)
         reading.read_all(events)
         _check(reading.tally, data, events)
-        folder = target_source.resolve(target.model, target.revision, progress=events.say)
+        folder = target_source.resolve(target.model, target.revision, weights=False, progress=events.say)
         template = Template.load(folder, trust_remote_code=target.trust_remote_code)
         fitting = _fitting(reading, template, data, events)
         _check(reading.tally, data, events)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -12,11 +13,12 @@ from headstart.data.store import StateStore
 from headstart.data.vocab import DraftVocab
 from headstart.drafts import checkpoint
 from headstart.drafts.eagle3 import Eagle3
+from headstart.engines.weights import pick_device
 from headstart.pipeline import Context
 from headstart.target.anatomy import Anatomy
 from headstart.training.build import new_draft, shape_for
-from headstart.training.checkpoint import Progress
-from headstart.training.loop import BEST, Trainer
+from headstart.training.checkpoint import BEST, Progress
+from headstart.training.loop import Trainer
 
 
 def run(context: Context) -> None:
@@ -31,7 +33,7 @@ def run(context: Context) -> None:
     head = store.head()
     vocab = DraftVocab.read(context.parent("vocab").path, head.vocab_size)
     target = Anatomy(**store.facts["target"])
-    shape = shape_for(settings, target, head, tuple(store.facts["aux_layers"]), vocab.size)
+    shape = shape_for(settings, target, tuple(store.facts["aux_layers"]), vocab.size)
     draft = new_draft(
         shape,
         head,
@@ -40,7 +42,7 @@ def run(context: Context) -> None:
         fc=settings.fc,
         seed=context.run.train.seed,
     )
-    device = _device(context.run.target.device)
+    device = str(pick_device(context.run.target.device))
     with context.create() as build:
         _tell(context, draft)
         checkpoint.save_weights(build.file(checkpoint.UNTRAINED), draft)
@@ -56,12 +58,11 @@ def run(context: Context) -> None:
         )
         progress = trainer.run()
         shutil.copy(build.scratch / BEST, build.file(checkpoint.TRAINED))
+        counts = _counts(trainer, progress)
         facts = {"ttt_steps": settings.ttt_steps, "target": context.run.target.model, "vocabulary": vocab.size}
-        checkpoint.save_shape(
-            build.path, shape, facts | {"best_step": progress.best_step, "best_tau": progress.best_tau}
-        )
+        checkpoint.save_shape(build.path, shape, facts | {name: counts[name] for name in ("best_step", "best_tau")})
         _write_curves(build.file("curves.jsonl"), progress)
-        build.counts |= _counts(trainer, progress)
+        build.counts |= counts
         build.facts |= {"shape": asdict(shape)}
 
 
@@ -81,17 +82,11 @@ def _counts(trainer: Trainer, progress: Progress) -> dict[str, object]:
         "samples": len(trainer.training),
         "held_out_samples": len(trainer.validation),
         "parameters": sum(parameter.numel() for parameter in trainer.draft.parameters()),
-        "best_step": progress.best_step,
-        "best_tau": progress.best_tau,
+        "best_step": progress.best_step if validations else progress.step,
+        "best_tau": progress.best_tau if validations else None,
         "last_tau": validations[-1]["tau"] if validations else None,
     }
 
 
-def _write_curves(path, progress: Progress) -> None:
+def _write_curves(path: Path, progress: Progress) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in progress.curves), encoding="utf-8")
-
-
-def _device(setting: str) -> str:
-    if setting != "auto":
-        return setting
-    return "cuda" if torch.cuda.is_available() else "cpu"

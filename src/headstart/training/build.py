@@ -16,15 +16,15 @@ INIT_STD = 0.02
 HEAD_DIM = 128  # of a draft for a target whose own head geometry is of another kind (MLA)
 
 
-def shape_for(
-    settings: config.Draft, target: Anatomy, head: TargetHead, aux: tuple[int, ...], vocab: int
-) -> DraftShape:
+def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], vocab: int) -> DraftShape:
     """The draft's shape: what the settings say, else the target's own (but never the head dimensions of MLA).
+
+    aux: boundary indices. vocab: size of the draft vocabulary.
 
     Raises:
         UserError: heads that do not divide, or a part of the target's shape that is unknown and not set.
     """
-    width = head.hidden_size
+    width = target.required("hidden_size")
     heads, kv_heads, head_dim = _heads(settings, target, width)
     if heads % kv_heads or head_dim % 2:
         raise UserError(
@@ -40,7 +40,7 @@ def shape_for(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=settings.intermediate_size or target.required("intermediate_size"),
-        target_vocab_size=head.vocab_size,
+        target_vocab_size=target.required("vocab_size"),
         draft_vocab_size=vocab,
         rms_norm_eps=target.rms_norm_eps or 1e-5,
         rope_theta=target.rope_theta or 10000.0,

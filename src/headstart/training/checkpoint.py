@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from headstart.drafts.checkpoint import load_weights, save_weights
 from headstart.drafts.eagle3 import Eagle3
 from headstart.training.optim import Optimizer
 
+BEST = "best.safetensors"  # beside the checkpoints: the draft with the best acceptance length so far
 _STATE = "state.json"
 
 
@@ -36,7 +38,11 @@ def save(folder: Path, draft: Eagle3, optimizer: Optimizer, progress: Progress, 
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     save_weights(work / "draft.safetensors", draft)
-    torch.save(optimizer.state_dict(), work / "optimizer.pt")
+    buffer = io.BytesIO()  # written through `files`, so that a full disk is told as one
+    torch.save(optimizer.state_dict(), buffer)
+    files.write_bytes(work / "optimizer.pt", buffer.getvalue())
+    if (folder.parent / BEST).exists():
+        shutil.copy(folder.parent / BEST, work / BEST)
     files.write_json(work / _STATE, asdict(progress))
     shutil.rmtree(final, ignore_errors=True)
     work.rename(final)
@@ -51,7 +57,9 @@ def restore(folder: Path, draft: Eagle3, optimizer: Optimizer) -> Progress:
     if not found:
         return Progress()
     load_weights(found[-1] / "draft.safetensors", draft)
-    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True))
+    if (found[-1] / BEST).exists():
+        shutil.copy(found[-1] / BEST, folder.parent / BEST)
+    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True, map_location="cpu"))
     return Progress(**files.read_json(found[-1] / _STATE))
 
 

@@ -22,11 +22,9 @@ from headstart.events import Events
 from headstart.target.head import TargetHead
 from headstart.training import checkpoint
 from headstart.training.batches import Batch, assemble, epoch_order, learnable
-from headstart.training.checkpoint import Progress
+from headstart.training.checkpoint import BEST, Progress
 from headstart.training.optim import Optimizer, schedule
 from headstart.training.step import StepStats, forward, teacher_for
-
-BEST = "best.safetensors"
 
 
 @dataclass

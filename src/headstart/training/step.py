@@ -66,9 +66,10 @@ def forward(
     weights = [
         step.live.float() * (settings.step_decay**i / max(int(step.live.sum()), 1)) for i, step in enumerate(steps)
     ]
+    weight = draft.lm_head.weight if torch.is_grad_enabled() else draft.lm_head.weight.detach()
     total, stats = fused_divergence(
         draft.norm(torch.cat(outs)),
-        draft.lm_head.weight,
+        weight,
         labels,
         torch.cat(weights),
         teacher,

@@ -136,7 +136,7 @@ class Train(Section):
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="how it falls after the warm-up")
     warmup_fraction: Fraction = Field(0.05, description="share of the steps with a rising rate")
     min_lr_fraction: Fraction = Field(0.1, description="rate at the end, as a share of the peak")
-    weight_decay: float = Field(0.0, ge=0, description="weight decay of AdamW, on matrices only")
+    weight_decay: float = Field(0.1, ge=0, description="weight decay of AdamW, on matrices only")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two averages of AdamW")
     clip: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     loss: Literal["kl", "tv", "lk"] = Field(

@@ -472,3 +472,12 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="No space left"):
         files.write_json(path, {"a": 2})
     assert files.read_json(path) == {"a": 1}
+
+
+def test_files_are_readable_by_others_as_the_umask_says(tmp_path: Path) -> None:
+    """safetensors writes with mode 0600; a server under another user must read an export."""
+    with artifact.create(tmp_path / KIND, KIND, {}, {}) as build:
+        build.file("weights").touch(0o600)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / KIND / "weights").stat().st_mode & 0o777 == 0o666 & ~mask

@@ -248,11 +248,29 @@ def test_any_override_is_taken_or_refused_in_one_way(key: str, value: str) -> No
 # --- files ---
 
 
+def test_paths_are_relative_to_the_file_wherever_the_command_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / "model").mkdir(parents=True)
+    (home / "chats.jsonl").touch()
+    (home / "run.toml").write_text(
+        'directory = "out"\n[target]\nmodel = "model"\n[data]\nsources = ["chats.jsonl", "chat*.jsonl", "sharegpt"]\n'
+        '[evaluate]\nprompts = ["mt_bench", "chats.jsonl"]\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    run = config.load(Path("home/run.toml"))
+    assert run.directory == str(home / "out")
+    assert run.target.model == str(home / "model")
+    assert run.data.sources == (str(home / "chats.jsonl"), str(home / "chat*.jsonl"), "sharegpt")
+    assert run.evaluate.prompts == ("mt_bench", str(home / "chats.jsonl"))
+
+
 def test_a_file_is_read_and_names_its_run(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('[target]\nmodel = "m"\n[data]\nsources = ["a"]\n[train]\nepochs = 7\n')
     run = config.load(path, ["train.clip=2"])
-    assert (run.directory, run.train.epochs, run.train.clip) == ("runs/mine", 7, 2.0)
+    assert (run.directory, run.train.epochs, run.train.clip) == (str(tmp_path / "runs/mine"), 7, 2.0)
     assert config.load(path, ["directory=elsewhere"]).directory == "elsewhere"
 
 

@@ -275,3 +275,23 @@ def test_twenty_steps_follow_the_golden_curve(states: StateStore, tmp_path: Path
 def test_checkpoints_are_kept_by_policy(states: StateStore, tmp_path: Path) -> None:
     make_trainer(states, tmp_path, max_steps=12, checkpoint_every=2, keep_checkpoints=2).run()
     assert [path.name for path in checkpoint.steps(tmp_path / "checkpoints")] == ["step-000010", "step-000012"]
+
+
+@pytest.mark.parametrize("victim", ["optimizer.pt", "draft.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    states: StateStore, tmp_path: Path, victim: str, damage: str
+) -> None:
+    whole = make_trainer(states, tmp_path / "whole", max_steps=8, checkpoint_every=2)
+    whole.run()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(make_trainer(states, tmp_path / "b", max_steps=8, checkpoint_every=2), at=9).run()
+    newest = checkpoint.steps(tmp_path / "b" / "checkpoints")[-1]
+    assert newest.name == "step-000006"
+    data = (newest / victim).read_bytes()
+    (newest / victim).unlink()
+    if damage != "gone":
+        (newest / victim).write_bytes(data[: len(data) // 2] if damage == "cut" else b"")
+    again = make_trainer(states, tmp_path / "b", max_steps=8, checkpoint_every=2)
+    again.run()
+    assert all(torch.equal(t, again.draft.state_dict()[n]) for n, t in whole.draft.state_dict().items())

@@ -171,7 +171,10 @@ def is_held(path: Path) -> bool:
 
 def continues(path: Path, key: Mapping[str, Any]) -> bool:
     """Whether an attempt with this `work_key` would continue the work that a killed attempt left."""
-    return is_partial(path) and files.read_json(_work(path) / KEY) == files.sha256_json(key)
+    try:
+        return is_partial(path) and files.read_json(_work(path) / KEY) == files.sha256_json(key)
+    except (OSError, ValueError):
+        return False
 
 
 def _open_work(path: Path, key: dict[str, Any]) -> Build:
@@ -199,6 +202,8 @@ def _drop_torn(work: Path) -> None:
 
 
 def _finish(path: Path, build: Build, key: dict[str, Any], seconds: float) -> None:
+    for name in _names(build.path):  # safetensors writes for the owner alone; an export is read by servers
+        (build.path / name).chmod(0o666 & ~_umask())
     entries = {name: _entry(build.path / name) for name in _names(build.path)}
     manifest = Manifest(
         kind=key["kind"],
@@ -214,6 +219,12 @@ def _finish(path: Path, build: Build, key: dict[str, Any], seconds: float) -> No
     )
     files.write_json(build.path / MANIFEST, asdict(manifest))
     _swap(path)
+
+
+def _umask() -> int:
+    value = os.umask(0)
+    os.umask(value)
+    return value
 
 
 def _swap(path: Path) -> None:

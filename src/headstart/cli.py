@@ -92,17 +92,30 @@ def run_all(file: RunFile, until: Annotated[str | None, typer.Option(help="stop 
     """
     from headstart import pipeline
 
+    pipeline.check_verb(until)
     run, root, events = _open(file, settings, quiet)
     pipeline.execute_all(run, root, events, until)
-    _show_status(pipeline.status(run, root), as_json)
+    found = pipeline.status(run, root)
+    if not as_json and all(stage.state == "fresh" for stage in found):
+        from headstart import demonstration
+
+        demonstration.conclude(root, events)
+    else:
+        _show_status(found, as_json)
 
 
 def _stage(verb: str, what: str) -> None:
-    def command(file: RunFile, settings: Settings = None, quiet: Quiet = False, as_json: Json = False) -> None:
+    def command(
+        file: RunFile,
+        settings: Settings = None,
+        force: Annotated[bool, typer.Option("--force", help="make it anew also when it is fresh")] = False,
+        quiet: Quiet = False,
+        as_json: Json = False,
+    ) -> None:
         from headstart import pipeline
 
         run, root, events = _open(file, settings, quiet)
-        made = pipeline.execute(run, root, verb, events)
+        made = pipeline.execute_one(run, root, verb, events, force=force)
         if as_json:
             print(json.dumps({"folder": str(made.path), "counts": made.counts, "facts": made.facts}, default=str))
 
@@ -170,7 +183,10 @@ def inspect(
 
 
 @app.command()
-def report(root: Annotated[Path, typer.Argument(help="run directory", metavar="RUNDIR")], quiet: Quiet = False) -> None:
+def report(
+    file: Annotated[Path, typer.Argument(help="a run's TOML file or run directory", metavar="RUN")],
+    quiet: Quiet = False,
+) -> None:
     """One self-contained report.html of a run, with plots and what the numbers mean.
 
     Example: headstart report runs/demo
@@ -178,7 +194,7 @@ def report(root: Annotated[Path, typer.Argument(help="run directory", metavar="R
     from headstart.events import Events
     from headstart.report import report as reporting
 
-    path = reporting.write(_existing(root))
+    path = reporting.write(_existing(_locate(file, None)[1]))
     Events(quiet=quiet).say(f"report: {path}")
 
 
@@ -227,18 +243,28 @@ def _existing(root: Path) -> Path:
 
 def _show_status(found: list[Status], as_json: bool) -> None:
     if as_json:
-        rows = [{"stage": one.verb, "folder": one.folder, "state": one.state, "why": one.why} for one in found]
-        print(json.dumps(rows, indent=2))
+        print(json.dumps([_status_row(one) for one in found], indent=2))
         return
     from rich.markup import escape
     from rich.table import Table
 
     table = Table("stage", "artifact", "state", "made", "took", "why", box=None, pad_edge=False)
+    for column in table.columns[:-1]:
+        column.no_wrap, column.min_width = True, 5
     colors = {"fresh": "green", "stale": "yellow", "partial": "yellow", "missing": "red"}
     for one in found:
-        made, took = (one.manifest.created, f"{one.manifest.seconds:.0f} s") if one.manifest else ("", "")
+        made, took = (
+            (one.manifest.created[5:16].replace("T", " "), f"{one.manifest.seconds:.0f} s")
+            if one.manifest
+            else ("", "")
+        )
         table.add_row(one.verb, one.folder, f"[{colors[one.state]}]{one.state}[/]", made, took, escape(one.why))
     _print(table)
+
+
+def _status_row(one: Status) -> dict[str, Any]:
+    made = {"made": one.manifest.created, "seconds": one.manifest.seconds} if one.manifest else {}
+    return {"stage": one.verb, "folder": one.folder, "state": one.state, "why": one.why, **made}
 
 
 def _show_settings(found: list[Any]) -> None:
@@ -246,6 +272,7 @@ def _show_settings(found: list[Any]) -> None:
     from rich.table import Table
 
     table = Table("setting", "type", "default", "meaning", box=None, pad_edge=False)
+    table.columns[0].no_wrap, table.columns[0].min_width = True, max(len(setting.name) for setting in found)
     for setting in found:
         table.add_row(*(escape(part) for part in setting))
     _print(table)

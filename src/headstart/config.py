@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from headstart import files
 from headstart.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -183,7 +184,10 @@ class Export(Section):
 class Run(Section):
     """One whole run: what `run.toml` says, defaults filled in."""
 
-    directory: str = Field("", description="run directory; `runs/NAME` after the TOML file when absent")
+    directory: str = Field(
+        "",
+        description="run directory; `runs/NAME` beside NAME.toml when absent; paths in a TOML file are relative to it",
+    )
     target: Target
     data: Data
     regenerate: Regenerate = Regenerate.model_validate({})
@@ -202,6 +206,10 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _evaluation_measures(self) -> Run:
+        if self.data.answers == "regenerate" and self.regenerate.max_new_tokens < 2:
+            raise ValueError(
+                "regenerate.max_new_tokens = 1 leaves nothing to learn: a draft begins at the second token"
+            )
         if self.evaluate.max_new_tokens < 2:
             what = "leaves nothing to draft: the first token comes from the prefill; set 2 or more"
             raise ValueError(f"evaluate.max_new_tokens = 1 {what}")
@@ -232,13 +240,32 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
         UserError: the file cannot be read, a key is unknown (with the nearest known one), or a value does not fit.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", do="headstart config shows every setting") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     raw.setdefault("directory", f"runs/{path.stem}")
+    _anchor(raw, path.resolve().parent)
     return build(raw, overrides)
+
+
+def _anchor(raw: dict[str, Any], base: Path) -> None:
+    """Paths in a TOML file are relative to it, wherever the command is given; names that are no files there stay names."""
+    if isinstance(raw["directory"], str):
+        raw["directory"] = str(base / Path(raw["directory"]).expanduser())
+    for section, key in (("data", "sources"), ("data", "decontaminate"), ("evaluate", "prompts")):
+        values = raw.get(section, {})
+        if isinstance(values, dict) and isinstance(values.get(key), list):
+            values[key] = [_found(base, name) for name in values[key]]
+    target = raw.get("target")
+    if isinstance(target, dict) and isinstance(target.get("model"), str) and (base / target["model"]).is_dir():
+        target["model"] = str(base / target["model"])
+
+
+def _found(base: Path, name: Any) -> Any:
+    inside = isinstance(name, str) and not Path(name).expanduser().is_absolute() and files.matching(str(base / name))
+    return str(base / name) if inside else name
 
 
 def build(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Run:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from headstart import artifact, config, files, pipeline, rundir
 from headstart.errors import UserError
-from headstart.events import duration
+from headstart.events import Events, duration
 from headstart.report import report
 
 NEEDED = ("torch", "transformers", "pyarrow", "matplotlib", "jinja2")
@@ -46,6 +46,11 @@ def run(size: str, directory: Path | None, overrides: list[str], *, quiet: bool 
     root = Path(settings.directory)
     events = rundir.begin(settings, root, quiet=quiet)
     pipeline.execute_all(settings, root, events)
+    conclude(root, events, as_json=as_json)
+
+
+def conclude(root: Path, events: Events, *, as_json: bool = False) -> None:
+    """Write the report and `scores.json` of a finished run, and show its table."""
     events.say(f"report: writing {report.REPORT}")
     page = report.write(root)
     result = summary(root)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+EARLY = 0.05  # share of the work after which the time left is guessed
 PLAIN_EVERY = 10.0  # seconds between progress lines where stderr is not a terminal
 
 
@@ -89,11 +90,13 @@ class _Plain:
     def line(self) -> None:
         self.printed = time.monotonic()
         rate = (self.done - self.first) / max(self.printed - self.started, 1e-9)
-        left = duration((self.total - self.done) / rate) if rate > 0 else "unknown"
+        now = self.done - self.first
+        known = rate > 0 and now >= EARLY * (self.total - self.first)
+        left = f"{duration((self.total - self.done) / rate)} left" if known else "time left not known yet"
         share = f"{100 * self.done / self.total:.0f} %" if self.total else "100 %"
         extra = "".join(f"  {key} {_number(value)}" for key, value in self.shown.items())
         counts = f"{self.done:,.0f}/{self.total:,.0f} {self.unit}  {rate:,.1f} {self.unit}/s"
-        print(f"  {self.label}  {share}  {counts}  {left} left{extra}", file=sys.stderr, flush=True)
+        print(f"  {self.label}  {share}  {counts}  {left}{extra}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -25,7 +25,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
+    """A lone surrogate, which no encoding can hold, is written as its escape."""
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -69,10 +70,11 @@ def fingerprint(path: Path, whole_up_to: int = 64 << 20) -> dict[str, Any]:
 def matching(name: str) -> list[Path]:
     """The files that a name stands for: one file, or those of a glob (`~` and `**` work), in order; none is an empty list."""
     path = Path(name).expanduser()
-    if path.is_file():
-        return [path]
     start, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
-    return [found for found in sorted(start.glob(pattern)) if found.is_file()]
+    try:
+        return [path] if path.is_file() else [found for found in sorted(start.glob(pattern)) if found.is_file()]
+    except (OSError, ValueError):  # too long for a name, or no valid glob
+        return []
 
 
 def canonical(value: Any) -> str:

@@ -149,6 +149,15 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
     return made
 
 
+def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool = False) -> Artifact:
+    """Run one stage when it is not fresh, or `force`; returns its artifact. Raises as `execute` does."""
+    state = next(item for item in status(run, root) if item.verb == verb)
+    if state.state == "fresh" and not force:
+        events.say(f"{verb}: fresh, skipped (--force makes it anew)")
+        return artifact.open_artifact(root / state.folder, state.folder)
+    return execute(run, root, verb, events)
+
+
 def execute_all(run: Run, root: Path, events: Events, until: str | None = None) -> None:
     """Run every stage that is not fresh, in order, up to and with `until`.
 
@@ -165,7 +174,7 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
         if not checked:  # before the first stage that does any work
             importlib.import_module("headstart.preflight").check(run)
             checked = True
-        events.say(f"{stage.verb}: {state.why}")
+        events.say(f"{stage.verb}: starting ({state.why})")
         try:
             execute(run, root, stage.verb, events)
         except HeadstartError as error:
@@ -184,13 +193,18 @@ def _require_fresh(run: Run, root: Path, stage: Stage) -> None:
             raise UserError(
                 f"{stage.verb} needs {state.folder}, which is {state.state}: {state.why}",
                 looked_for=f"a finished {root / state.folder}, made with these settings",
-                do=f"headstart run RUN.TOML --until {stage.verb} makes what is missing or stale, then {stage.verb}",
+                do=f"headstart run RUN.TOML --until {stage.verb}",
             )
 
 
+def check_verb(verb: str | None) -> None:
+    """Raises UserError for a stage that does not exist; None is any."""
+    if verb is not None and verb not in BY_VERB:
+        raise UserError(f"there is no stage {verb!r}", looked_for=", ".join(BY_VERB))
+
+
 def _up_to(until: str | None) -> Iterator[Stage]:
-    if until is not None and until not in BY_VERB:
-        raise UserError(f"there is no stage {until!r}", looked_for=", ".join(BY_VERB))
+    check_verb(until)
     for stage in STAGES:
         yield stage
         if stage.verb == until:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,7 +64,7 @@ class AnswerLog:
     def _take(self, line: bytes) -> bool:
         try:
             row = json.loads(line)
-            completion = Completion(row["id"], tuple(row["ids"]), row["finish"])
+            completion = Completion(row["id"], tuple(map(operator.index, row["ids"])), row["finish"])
             self._done[completion.id] = (row["asked"], completion)
         except (ValueError, KeyError, TypeError):
             return False

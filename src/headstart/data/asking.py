@@ -32,7 +32,7 @@ class Asker:
 
     def room(self, ids: Sequence[int]) -> int:
         """Tokens that an answer to this prompt may have; 0 when there is no step of room."""
-        longest = self._settings.max_new_tokens
+        longest = min(self._settings.max_new_tokens, self._max_length)
         free = self._max_length - len(ids)
         step = max(1, longest // ROOM_STEPS)
         return longest if free >= longest else max(0, free - free % step)
@@ -54,12 +54,19 @@ class Asker:
         found: dict[str, Completion] = {}
         wanted = {prompt.id for prompt in prompts}
         started = time.monotonic()
-        for completion in self._engine.generate(prompts, sampling):
+        counted: dict[str, int] = defaultdict(int)
+
+        def tell(prompt: str, tokens: int) -> None:
+            counted[prompt] += tokens
+            self._bar.advance(tokens)
+
+        for completion in self._engine.generate(prompts, sampling, tell):
             check(completion, wanted - found.keys(), sampling)
             found[completion.id] = completion
             self.tokens += len(completion.ids)
-            rate = self.tokens / max(self.seconds + time.monotonic() - started, 1e-9)
-            self._bar.advance(chosen.max_new_tokens, **{"tokens/s": round(rate, 1)})
+            self._bar.advance(
+                chosen.max_new_tokens - counted[completion.id]
+            )  # an answer that ends early frees its rest
         self.seconds += time.monotonic() - started
         if missing := sorted(wanted - found.keys()):
             raise GateError(f"the engine gave no answer to {len(missing)} prompts, first {missing[0]}")

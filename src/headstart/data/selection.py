@@ -15,7 +15,7 @@ _MOST_CHUNKS = 20  # mean records per conversation up to which `_N` is taken for
 
 def rank(seed: int, purpose: str, name: str) -> float:
     """A number in [0, 1) that stands for `name`; another one for every seed and purpose."""
-    digest = hashlib.blake2b(f"{seed}\0{purpose}\0{name}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}\0{purpose}\0{name}".encode("utf-8", "backslashreplace"), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) / 2**53
 
 
@@ -59,11 +59,13 @@ def choose(ids: Sequence[str], sources: Sequence[str], total: int | None, seed: 
 def sides(names: Iterable[str], fraction: float, seed: int) -> dict[str, Split]:
     """The side of every group: validation where its rank is below `fraction`.
 
-    A group keeps its side when others come or go, except that with two groups or more, and a fraction above 0,
-    neither side stays empty.
+    A group keeps its side when others come or go, except that a single group is trained on, and that with two groups or
+    more, and a fraction above 0, neither side stays empty.
     """
     ranks = {name: rank(seed, "split", name) for name in names}
     held = {name for name, value in ranks.items() if value < fraction}
+    if len(ranks) == 1:
+        held = set()
     if fraction > 0 and len(ranks) > 1:
         held |= {min(ranks, key=lambda name: (ranks[name], name))}
         held -= {max(ranks, key=lambda name: (ranks[name], name))}

@@ -48,11 +48,25 @@ def load_weights(path: Path, draft: Eagle3) -> None:
         UserError: the file is missing, damaged, or of a draft of another shape.
     """
     try:
-        tensors = load_file(path)
-        vocabulary = tensors.pop(_VOCABULARY)
-        draft.load_state_dict(tensors)
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise UserError(f"{path} does not fit the draft: {str(error).splitlines()[0]}", do="train again") from None
+        fill(draft, load_tensors(path))
+    except (KeyError, RuntimeError) as error:
+        what = f"{path} does not fit the draft: {str(error).splitlines()[0]}"
+        raise UserError(what, do="train again") from None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a weights file. Raises UserError when it is missing or damaged."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}", do="train again") from None
+
+
+def fill(draft: Eagle3, tensors: dict[str, Tensor]) -> None:
+    """Put weights and vocabulary into `draft`. Raises KeyError or RuntimeError when they are not all there."""
+    weights = dict(tensors)
+    vocabulary = weights.pop(_VOCABULARY)
+    draft.load_state_dict(weights)
     draft.draft_to_target = vocabulary.to(draft.embed_tokens.device)
 
 

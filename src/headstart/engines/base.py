@@ -6,7 +6,7 @@ the last layer before the final norm. Every engine translates b to its own conve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,7 +51,11 @@ class Engine(Protocol):
     info: EngineInfo
     folder: Path
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]: ...
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, tell: Callable[[str, int], None] | None = None
+    ) -> Iterator[Completion]:
+        """`tell`, where the engine can, hears the id of a prompt and how many tokens its answer has just grown by."""
+        ...
 
     def capture(self, samples: Sequence[Sample], boundaries: Sequence[int], batch_tokens: int) -> Iterator[States]: ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -156,9 +156,13 @@ class _Decoder:
 
 
 def generate(
-    model: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, batch_size: int
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    batch_size: int,
+    tell: Callable[[str, int], None] | None = None,
 ) -> Iterator[Completion]:
-    """Answer every prompt; completions come as they finish.
+    """Answer every prompt; completions come as they finish. `tell` hears of every token (prompt id, 1).
 
     Raises:
         UserError: a prompt leaves no room for an answer in the target's context.
@@ -174,6 +178,10 @@ def generate(
                 yield row.completion()
         batch = _let_leave(decoder, batch, waiting)
         if batch is not None:
+            if tell is not None:
+                for row in batch.rows:
+                    if row.finish is None:
+                        tell(row.prompt.id, 1)
             decoder.step(batch)
 
 

@@ -5,7 +5,7 @@ Generation is our own loop (see engines/decoding.py), capture hooks the decoder 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -45,7 +45,9 @@ class TransformersEngine:
         self._head = TargetHead.from_model(self.model, self.decoder.final_norm)
         self.info = self._describe(target)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Completion]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, tell: Callable[[str, int], None] | None = None
+    ) -> Iterator[Completion]:
         """Completions as they finish. The same prompts in one call give the same ids again, whatever ran before.
 
         Raises:
@@ -53,7 +55,7 @@ class TransformersEngine:
         """
         for prompt in prompts:
             self._check_ids(prompt.id, prompt.ids)
-        yield from decoding.generate(self.model, prompts, sampling, self.batch_size)
+        yield from decoding.generate(self.model, prompts, sampling, self.batch_size, tell)
 
     def capture(self, samples: Sequence[Sample], boundaries: Sequence[int], batch_tokens: int) -> Iterator[States]:
         """States on the engine's device and in its dtype, longest samples first.

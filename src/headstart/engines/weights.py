@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
@@ -61,7 +62,7 @@ def load_model(folder: Path, target: Target, device: torch.device, dtype: torch.
             model, report = _auto_class(config).from_pretrained(
                 folder, dtype=dtype, output_loading_info=True, **_attention(config), **_trust(target)
             )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise _explain(target, error) from error
     _check_whole(target, report)
     return model.to(device).eval().requires_grad_(False)

@@ -133,10 +133,15 @@ class AnswerLog:
         self.found[key] = list(answers)
 
     def _read(self, data: bytes) -> None:
-        whole, newline, rest = data.rpartition(b"\n")
-        if rest:
-            files.write_bytes(self.path, whole + newline)
-        for line in whole.split(b"\n") if whole else []:
-            raw = json.loads(line)
-            name, temperature = raw["key"]
-            self.found[name, temperature] = [Answer.from_json(answer) for answer in raw["answers"]]
+        """Take whole lines up to the first that cannot be read; what follows it is decoded again."""
+        good = 0
+        for line in data.splitlines(keepends=True):
+            try:
+                raw = json.loads(line) if line.endswith(b"\n") else {}
+                name, temperature = raw["key"]
+                self.found[name, temperature] = [Answer.from_json(answer) for answer in raw["answers"]]
+            except (ValueError, KeyError, TypeError):
+                break
+            good += len(line)
+        if good < len(data):
+            files.write_bytes(self.path, data[:good])

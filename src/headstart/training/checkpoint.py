@@ -6,13 +6,15 @@ import io
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from headstart import files
-from headstart.drafts.checkpoint import load_weights, save_weights
+from headstart.drafts.checkpoint import fill, load_tensors, save_weights
 from headstart.drafts.eagle3 import Eagle3
+from headstart.errors import UserError
 from headstart.training.optim import Optimizer
 
 BEST = "best.safetensors"  # beside the checkpoints: the draft with the best acceptance length so far
@@ -52,15 +54,21 @@ def save(folder: Path, draft: Eagle3, optimizer: Optimizer, progress: Progress, 
 
 
 def restore(folder: Path, draft: Eagle3, optimizer: Optimizer) -> Progress:
-    """Load the newest checkpoint into `draft` and `optimizer`; a fresh `Progress` when there is none."""
-    found = steps(folder)
-    if not found:
-        return Progress()
-    load_weights(found[-1] / "draft.safetensors", draft)
-    if (found[-1] / BEST).exists():
-        shutil.copy(found[-1] / BEST, folder.parent / BEST)
-    optimizer.load_state_dict(torch.load(found[-1] / "optimizer.pt", weights_only=True, map_location="cpu"))
-    return Progress(**files.read_json(found[-1] / _STATE))
+    """Load the newest checkpoint that can be read into `draft` and `optimizer`; a fresh `Progress` when there is none."""
+    for found in reversed(steps(folder)):
+        try:
+            weights = load_tensors(found / "draft.safetensors")
+            state = torch.load(found / "optimizer.pt", weights_only=True, map_location="cpu")
+            progress = Progress(**files.read_json(found / _STATE))
+        except (UserError, OSError, ValueError, TypeError, RuntimeError, EOFError, UnpicklingError):
+            shutil.rmtree(found)  # damaged, by a power cut say: the one before it is as good
+            continue
+        fill(draft, weights)
+        optimizer.load_state_dict(state)
+        if (found / BEST).exists():
+            shutil.copy(found / BEST, folder.parent / BEST)
+        return progress
+    return Progress()
 
 
 def steps(folder: Path) -> list[Path]:

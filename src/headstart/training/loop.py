@@ -47,12 +47,19 @@ class Trainer:
         if not self.training:
             raise UserError("no training sample has a row to learn from", looked_for="answers of at least 2 tokens")
         self.head_rows: Tensor = self.head.lm_head[self.draft.draft_to_target].to(self.device, torch.float32)
-        self.epochs = [
-            epoch_order(self.training, self.settings.batch_tokens, self.settings.seed, epoch)
-            for epoch in range(self.settings.epochs)
-        ]
+        self.epochs = self._plan()
         planned = sum(len(batches) for batches in self.epochs)
         self.total = min(planned, self.settings.max_steps or planned)
+
+    def _plan(self) -> list[list[list[int]]]:
+        """The batches of every epoch that is begun."""
+        epochs: list[list[list[int]]] = []
+        limit = self.settings.max_steps or float("inf")
+        for epoch in range(self.settings.epochs):
+            if sum(map(len, epochs)) >= limit:
+                break
+            epochs.append(epoch_order(self.training, self.settings.batch_tokens, self.settings.seed, epoch))
+        return epochs
 
     def run(self) -> Progress:
         """Train to the end. Returns the progress with all curves; the best draft is in `folder / BEST`."""
@@ -73,7 +80,7 @@ class Trainer:
                     count,
                     step=f"{progress.step}/{self.total}",
                     loss=record["loss"][0],
-                    tau=progress.curves[-1].get("tau", ""),
+                    **{"training tau": record["tau"]},
                 )
         return progress
 
@@ -127,7 +134,7 @@ class Trainer:
         tau = summary["tau"]
         self.events.emit("validation", step=progress.step, **summary)
         self.events.say(
-            f"  step {progress.step}: held-out tau {tau:.3f} (all drafts of a chain accepted, T = {self.ttt_steps})"
+            f"  step {progress.step}: held-out tau {tau:.3f} (simulated from every position, {self.ttt_steps} steps deep)"
         )
         if tau > progress.best_tau:
             progress.best_tau, progress.best_step = tau, progress.step

@@ -305,7 +305,7 @@ def test_a_full_disk_is_refused_before_the_target_is_loaded(
 ) -> None:
     monkeypatch.setattr(capture, "open_engine", lambda target: pytest.fail("loaded"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match=r"0\.0 GB are free") as refused:
+    with pytest.raises(UserError, match=r"1\.0 kB are free") as refused:
         capture.run(context_for(tmp_path, engine.folder, samples))
     assert "capture.dtype" in str(refused.value)
 

@@ -131,5 +131,14 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
+def size(count: float) -> str:
+    """Bytes for a person."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+
+
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

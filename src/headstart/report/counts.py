@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from headstart.events import size
+
 
 def told(folder: str, counts: dict[str, Any]) -> Iterator[str]:
     """What the artifact `folder` holds, in a few short parts."""
     yield from _COUNTS[folder](counts)
-
-
-def size(count: float) -> str:
-    """Bytes for a person."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
 def _prompts_counts(counts: dict[str, Any]) -> Iterator[str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from headstart import config
-from headstart.events import duration
+from headstart.events import duration, size
 from headstart.pipeline import STAGES
-from headstart.report.counts import size, told
+from headstart.report.counts import told
 from headstart.report.numbers import ALL, Numbers
 
 Row = tuple[str, ...]

@@ -19,7 +19,7 @@ from headstart.engines.base import Engine, States
 from headstart.engines.load import open_engine
 from headstart.engines.weights import pick_device, pick_dtype
 from headstart.errors import GateError, UserError
-from headstart.events import Progress
+from headstart.events import Progress, size
 from headstart.pipeline import Context
 from headstart.target.anatomy import Anatomy, inspect
 from headstart.target.head import TargetHead
@@ -74,8 +74,8 @@ def check_disk(
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"the states of {tokens:,} tokens need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {folder.parent}",
-            looked_for=f"{aux} aux states and the last one, {width} wide, {dtype}",
+            f"the states of {tokens:,} tokens need {size(needed)}, {size(free)} are free in {folder.parent}",
+            looked_for=f"{aux} aux states and the last one, {width} wide, {str(dtype).removeprefix('torch.')}",
             do="set capture.dtype to bfloat16, fewer data.max_conversations, or `directory` to a larger disk",
         )
 

@@ -214,9 +214,9 @@ def test_config_shows_every_setting_or_the_values_of_a_run(file: Path) -> None:
 def test_a_run_with_a_missing_source_names_the_stage_and_stops(file: Path) -> None:
     """Case C49, with the real stage."""
     folder = _with_target(file)
-    lines = refused(
-        "run", file, "-q", "--json", "-s", "data.decontaminate=[]", "-s", "data.max_length=256", folder=folder
-    )
+    fitting = ("data.decontaminate=[]", "data.max_length=256", "capture.aux_layers=[1, 2, 3]")
+    options = [part for setting in fitting for part in ("-s", setting)]
+    lines = refused("run", file, "-q", "--json", *options, folder=folder)
     assert lines[0].startswith("error: stage prepare failed: ")
     assert "none.jsonl" in lines[0]
     rows = json.loads(headstart("status", file, "--json", folder=folder).stdout)

@@ -179,7 +179,7 @@ def _measured(modelled: float, measured: float) -> Iterator[str]:
     elif measured > modelled * (1 + CLOSE):
         yield "That is more than modelled: times of single steps scatter, most of all on a machine that others use too."
     else:
-        yield "The two agree: hardly any time goes into what lies between the steps."
+        yield "Both come from the same clock; that they are close says that little time goes into what lies between the steps."
 
 
 def _why_slow(numbers: Numbers, verify: float, drafting: float) -> str:

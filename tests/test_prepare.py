@@ -322,3 +322,22 @@ def test_the_shipped_set_with_the_real_tokenizer(tmp_path: Path):
     assert (counts["dropped"]["no messages"], counts["dropped"]["truncated JSON"]) == (126, 1)
     assert counts["kept"] == 300
     assert 40_000 < counts["pool"]["distinct"] <= 49_152
+
+
+def test_lone_surrogates_in_roles_and_ids_do_not_end_the_stage(tmp_path: Path, target: Path):
+    """JSON can spell what no encoding can hold; it may come from a text cut in the middle of an emoji."""
+    rows = [json.dumps(talk(number)) for number in range(4)]
+    rows.append('{"messages": [{"role": "us\\ud83d", "content": "a"}]}')
+    rows.append('{"id": "\\ud800", "messages": [{"role": "user", "content": "What is water?"}]}')
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    made = prepare(tmp_path / "run", target, str(tmp_path / "a.jsonl"), max_drop=1.0)
+    assert "\\ud800" in {conversation.id for conversation in read(made)}
+    assert made.counts["kept"] == 5
+
+
+def test_a_single_conversation_is_trained_on(tmp_path: Path, target: Path):
+    for seed in range(8):
+        made = prepare(
+            tmp_path / f"run{seed}", target, write(tmp_path / "a.jsonl", [talk(1)]), validation_fraction=0.9, seed=seed
+        )
+        assert made.counts["splits"] == {"train": 1, "validation": 0}

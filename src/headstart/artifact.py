@@ -337,8 +337,11 @@ def _read_manifest(path: Path) -> Manifest:
         raw = files.read_json(path / MANIFEST)
         if raw["format"] != FORMAT:
             raise UserError(f"{path} has format {raw['format']}; this headstart reads {FORMAT}")
-        return Manifest(**raw)
-    except (ValueError, TypeError, KeyError) as error:
+        manifest = Manifest(**raw)
+        for part in (manifest.settings, manifest.parents, manifest.counts, manifest.files):
+            part.items()
+        return manifest
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         what = f"{path / MANIFEST} cannot be read: {error}"
         raise UserError(what, do="delete the folder and run the stage again") from None
 

@@ -25,8 +25,12 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A lone surrogate, which no encoding can hold, is written as its escape."""
-    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+    write_bytes(path, printable(text).encode())
+
+
+def printable(text: str) -> str:
+    """`text` with lone surrogates, which no encoding can hold, as their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -104,7 +104,7 @@ class Reading:
     def _names(self, given: Any, messages: Sequence[Message]) -> tuple[str, str]:
         """The row's own id, or its content's hash; and the same with that hash behind it where it is taken."""
         content = hashlib.blake2b(files.canonical(messages).encode(), digest_size=8).hexdigest()
-        own_id = content if given is None or given == "" else str(given)
+        own_id = content if given is None or given == "" else files.printable(str(given))
         name = f"{own_id}~{content}" if own_id in self._ids else own_id
         self._ids.add(name)
         return own_id, name

@@ -15,7 +15,7 @@ _MOST_CHUNKS = 20  # mean records per conversation up to which `_N` is taken for
 
 def rank(seed: int, purpose: str, name: str) -> float:
     """A number in [0, 1) that stands for `name`; another one for every seed and purpose."""
-    digest = hashlib.blake2b(f"{seed}\0{purpose}\0{name}".encode("utf-8", "backslashreplace"), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}\0{purpose}\0{name}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest) >> 11) / 2**53
 
 

@@ -264,7 +264,8 @@ def test_extras_are_those_of_the_package() -> None:
 # --- interruption ---
 
 WAIT = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started the tests in the background ignores it
 stage = types.ModuleType("prepare")
 def run(context):
     print("waiting", flush=True)

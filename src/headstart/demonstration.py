@@ -15,7 +15,7 @@ from rich.table import Table
 
 from headstart import artifact, config, files, pipeline, rundir
 from headstart.errors import UserError
-from headstart.events import Events, duration
+from headstart.events import Events, duration, times
 from headstart.report import report
 
 NEEDED = ("torch", "transformers", "pyarrow", "matplotlib", "jinja2")
@@ -129,8 +129,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['tau']:.3f}",
         "{:.3f} to {:.3f}".format(*row["interval"]) if row["interval"] else "-",
         "/".join(map(str, row["lossless"])) if row["lossless"] else "-",
-        _times(row["modelled_speedup"]),
-        _times(row["measured_speedup"]),
+        times(row["modelled_speedup"]),
+        times(row["measured_speedup"]),
     )
 
 
@@ -138,7 +138,3 @@ def _overall(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows over all prompt sets; with a single set, its own."""
     names = {row["set"] for row in rows}
     return [row for row in rows if row["set"] == ("all" if "all" in names else row["set"])]
-
-
-def _times(value: float | None) -> str:
-    return f"{value:.2f}x" if value else "-"

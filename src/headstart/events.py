@@ -140,5 +140,10 @@ def size(count: float) -> str:
     return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
 
 
+def times(ratio: float | None) -> str:
+    """`0.74` -> `0.74x`; what was not measured is a dash."""
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

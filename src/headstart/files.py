@@ -5,23 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 CHUNK = 1 << 20
+WHOLE_UP_TO = 64 << 20  # bytes of a file up to which its fingerprint is of all of it
 SAMPLE = 1 << 16  # bytes looked at in the start, middle and end of a large file
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` so that `path` holds either its old content or all of the new one, also after a kill."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path to write to; `path` holds either its old content or all of the new one, also after a kill."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two processes may write at once; the last one wins
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
+    yield temporary
+    with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` durably (see `replacing`)."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -58,10 +68,16 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def fingerprint(path: Path, whole_up_to: int = 64 << 20) -> dict[str, Any]:
-    """Size and SHA-256 of a file; of one above `whole_up_to` bytes only three samples are read, since it may be huge."""
-    size = path.stat().st_size
-    if size <= whole_up_to:
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file; of one above WHOLE_UP_TO bytes only three samples are read, since it may be huge."""
+    found = path.stat()
+    return dict(_fingerprint(path, found.st_size, found.st_mtime_ns, found.st_ino))
+
+
+@lru_cache(maxsize=1024)  # a run asks for its status before every stage
+def _fingerprint(path: Path, size: int, modified: int, inode: int) -> dict[str, Any]:
+    del modified, inode  # only there to tell versions of the file apart
+    if size <= WHOLE_UP_TO:
         return {"bytes": size, "sha256": sha256_file(path)}
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -88,9 +104,3 @@ def canonical(value: Any) -> str:
 
 def sha256_json(value: Any) -> str:
     return hashlib.sha256(canonical(value).encode()).hexdigest()
-
-
-def sync_file(file: IO[Any]) -> None:
-    """Bring what was written to `file` onto the disk."""
-    file.flush()
-    os.fsync(file.fileno())

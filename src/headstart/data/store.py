@@ -90,12 +90,8 @@ def write_shard(path: Path, pairs: Sequence[tuple[Sample, States]], head: Target
         start += length
     # One key: safetensors writes several in an order that changes, and equal shards must have equal bytes.
     header = {HEADER: json.dumps({"entries": [asdict(entry) for entry in entries], "dropped": dropped})}
-    temporary = path.with_name(f".{name}.tmp")
-    save_file(_columns(pairs, head), temporary, metadata=header)
-    with temporary.open("rb") as file:
-        files.sync_file(file)
-    temporary.replace(path)
-    files.sync_folder(path.parent)
+    with files.replacing(path) as temporary:
+        save_file(_columns(pairs, head), temporary, metadata=header)
 
 
 def read_header(path: Path) -> tuple[list[Entry], dict[str, str]] | None:

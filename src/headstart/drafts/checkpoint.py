@@ -29,12 +29,8 @@ def save_weights(path: Path, draft: Eagle3) -> None:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
-    with temporary.open("rb") as file:
-        files.sync_file(file)
-    temporary.replace(path)
-    files.sync_folder(path.parent)
+    with files.replacing(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
 
 
 def save_shape(folder: Path, shape: DraftShape, facts: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from headstart.errors import GateError
 from headstart.evaluation import speed
 from headstart.evaluation.acceptance import summarise
 from headstart.evaluation.bench import NO_DRAFT, Answer
+from headstart.events import times
 
 ALL = "all"  # the row over all prompt sets together
 _HEADINGS = ("prompts", "T", "draft", "tau", "95 % interval", "lossless", "tokens", "modelled", "measured")
@@ -145,13 +146,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         interval or "one prompt",
         f"{row['lossless'][0]}/{row['lossless'][1]}" if row["lossless"] else "-",
         f"{row['tokens']:,}",
-        _times(row["modelled_speedup"]),
-        _times(row["measured_speedup"]),
+        times(row["modelled_speedup"]),
+        times(row["measured_speedup"]),
     )
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
 
 
 def mismatch_lines(rows: Sequence[dict[str, Any]]) -> list[str]:

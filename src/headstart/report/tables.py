@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from headstart import config
-from headstart.events import duration, size
+from headstart.events import duration, size, times
 from headstart.pipeline import STAGES
 from headstart.report.counts import told
 from headstart.report.numbers import ALL, Numbers
@@ -58,7 +58,7 @@ def costs(numbers: Numbers) -> Table:
     for name, row in head.drafts.items() if head else ():
         parts = (_ms(row["costs"].get(f"{part}_step_seconds")) for part in ("plain", "verify", "draft"))
         ratios = (_plain(row["costs"].get(key)) for key in ("verify_ratio", "draft_ratio"))
-        rows.append((name, *parts, *ratios, _times(row["modelled_speedup"]), _times(row["measured_speedup"])))
+        rows.append((name, *parts, *ratios, times(row["modelled_speedup"]), times(row["measured_speedup"])))
     columns = (
         "draft",
         "plain step",
@@ -182,7 +182,7 @@ def _score_row(row: dict[str, Any]) -> Row:
     lossless = f"{row['lossless'][0]}/{row['lossless'][1]}" if row["lossless"] else "-"
     who = (f"{row['set']} ({row['prompts']})", f"{row['temperature']:g}", row["draft"])
     found = (f"{row['tau']:.3f}", interval, lossless, f"{row['tokens']:,}", f"{row['steps']:,}")
-    return *who, *found, _times(row["modelled_speedup"]), _times(row["measured_speedup"])
+    return *who, *found, times(row["modelled_speedup"]), times(row["measured_speedup"])
 
 
 def _mismatches(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -249,7 +249,3 @@ def _ms(seconds: float | None) -> str:
 
 def _plain(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"

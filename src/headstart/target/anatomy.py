@@ -1,4 +1,4 @@
-"""What is inside a target, read from its config.json alone: no weights, no remote code, no torch.
+"""What is inside a target, read from its config.json and the small files beside it: no weights, no remote code, no torch.
 
 Every fact carries its evidence: the key it was read from, or the rule it follows from. A fact that the file does not
 hold and no rule gives is None, and its evidence says `unknown`.
@@ -6,37 +6,55 @@ hold and no rule gives is None, and its evidence says `unknown`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.target import families
-from headstart.target.spellings import SPELLINGS, Config, View, find_text, rope, tower_keys
+from headstart.target import families, quantization
+from headstart.target.beside import ALONE, CONFIG, GENERATION, Beside, read_object
+from headstart.target.kinds import is_hybrid, layer_kinds
+from headstart.target.spellings import (
+    NUMBER,
+    SPELLINGS,
+    WHOLE,
+    Config,
+    View,
+    find_text,
+    first_name,
+    is_a,
+    rope,
+    tower_keys,
+    type_of,
+)
+from headstart.target.tokenizer_files import TokenizerFiles
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Anatomy:
     """The text model that drafts are trained for, and what is wrapped around it.
 
     wrapper: vision, audio or another model is around it. text_path: where its own configuration sits ("" at the top).
-    layers_path: where vLLM's class keeps the decoder layers. head_dim: width of one query head (with MLA: both parts).
-    rms_norm_eps: epsilon of the norms, also of mean-centred ones. logit_scale multiplies the logits; softcap c bends
-    them by c*tanh(x/c). eos_ids: from every place that names some. evidence: by field.
+    text_architecture: the class that part names, where it names one. layers_path: where vLLM's class keeps the decoder
+    layers. vocab_size: rows of the embedding; tokenizer_size: ids that the tokenizer knows. head_dim: width of one query
+    head (with MLA: both parts). rms_norm_eps: epsilon of the norms, also of mean-centred ones. logit_scale multiplies the
+    logits; softcap c bends them by c*tanh(x/c). layer_kinds: number of layers by kind; hybrid: some keep another state
+    than attention's keys and values. quantization_bits: of one weight. weights_bytes: of all files together. eos_ids:
+    from every place that names some. remote_code: the folder ships classes of its own. evidence: by field.
     """
 
     architecture: str | None
     model_type: str | None
+    remote_code: bool = False
     wrapper: bool
     text_path: str
+    text_architecture: str | None = None
     layers_path: str
     num_layers: int | None
     hidden_size: int | None
     vocab_size: int | None
+    tokenizer_size: int | None = None
     num_heads: int | None
     num_kv_heads: int | None
     head_dim: int | None
@@ -51,7 +69,11 @@ class Anatomy:
     max_positions: int | None
     mla: bool
     moe: bool
+    hybrid: bool = False
+    layer_kinds: dict[str, int] | None = None
     quantization: str | None
+    quantization_bits: int | None = None
+    weights_bytes: int | None = None
     eos_ids: tuple[int, ...]
     dtype: str | None
     evidence: dict[str, str] = field(default_factory=dict)
@@ -69,23 +91,22 @@ class Anatomy:
 
 
 def inspect(path: Path) -> Anatomy:
-    """Read a model's folder or its config.json (and the generation_config.json beside it).
+    """Read a model's folder, its config.json with the files beside it, or a lone JSON file of any other name.
 
     Raises:
-        UserError: there is no config.json, it is not a JSON object, or no language model is described in it.
+        UserError: there is no config.json, a file is not a JSON object, or no language model is described in it.
     """
     file = path / CONFIG if path.is_dir() else path
-    generation = file.with_name(GENERATION)
-    return anatomy_of(_read(file), _read(generation) if generation.exists() else {}, str(file))
+    return anatomy_of(read_object(file), Beside.of(file), str(file))
 
 
-def anatomy_of(top: Config, generation: Config | None = None, name: str = CONFIG) -> Anatomy:
-    """The anatomy of a parsed config.json and generation_config.json. Raises UserError as `inspect` does."""
+def anatomy_of(top: Config, beside: Beside = ALONE, name: str = CONFIG) -> Anatomy:
+    """The anatomy of a parsed config.json and what lies beside it. Raises UserError as `inspect` does."""
     text_path, text = find_text(top, name)
     view = View(top, text, text_path)
-    found = {fact: view.look(SPELLINGS[fact]) for fact in _SIZES}
+    found = {fact: view.look(SPELLINGS[fact], kinds) for fact, kinds in _SIZES.items()}
     found |= {fact: read(view) for fact, read in _FACTS.items()}
-    found["eos_ids"] = _eos_ids(view, generation or {})
+    found |= _kinds(view, found["num_layers"][0]) | _around(view, beside)
     found["num_kv_heads"] = _num_kv_heads(view, found["num_heads"][0])
     found["head_dim"] = _head_dim(view, found["num_heads"][0], found["hidden_size"][0])
     found["text_path"] = text_path, "describes a language model" if text_path else "the top level"
@@ -95,9 +116,45 @@ def anatomy_of(top: Config, generation: Config | None = None, name: str = CONFIG
     )
 
 
+def _around(view: View, beside: Beside) -> dict[str, tuple[Any, str]]:
+    """The facts that files beside config.json decide or add to."""
+    tokenizer = TokenizerFiles(beside.folder) if beside.folder else None
+    config, where = quantization.locate(view.top, view.text, view.prefix, *beside.quantization)
+    bits = quantization.bits(config)
+    return {
+        "quantization": (quantization.method(config), where),
+        "quantization_bits": (bits, where if bits or not config else f"unknown: {where} does not say"),
+        "weights_bytes": beside.weights_bytes,
+        "tokenizer_size": tokenizer.size if tokenizer else (None, "unknown: no folder"),
+        "eos_ids": _eos_ids(view, beside.generation, tokenizer.end if tokenizer else (None, "")),
+    }
+
+
+def _kinds(view: View, layers: int | None) -> dict[str, tuple[Any, str]]:
+    kinds, evidence = layer_kinds({**view.defaults, **view.text}, layers)
+    where = evidence if kinds is None or evidence.startswith("known") else f"{view.prefix}{evidence}"
+    hybrid = is_hybrid(kinds)
+    return {
+        "layer_kinds": (kinds, where),
+        "hybrid": (hybrid, where if kinds else "no key of linear-attention or state-space layers"),
+    }
+
+
 def _architecture(view: View) -> tuple[str | None, str]:
-    names = view.top.get("architectures")
-    return (names[0], "architectures") if names else (None, "unknown: no architectures")
+    name = first_name(view.top)
+    return name, "architectures" if name else "unknown: no architectures"
+
+
+def _text_architecture(view: View) -> tuple[str | None, str]:
+    if not view.prefix:
+        return None, "the top level describes the text model itself"
+    name = first_name(view.text)
+    return name, f"{view.prefix}architectures" if name else f"unknown: no {view.prefix}architectures"
+
+
+def _remote_code(view: View) -> tuple[bool, str]:
+    found = bool(view.top.get("auto_map"))
+    return found, "auto_map" if found else "no auto_map"
 
 
 def _wrapper(view: View) -> tuple[bool, str]:
@@ -106,16 +163,16 @@ def _wrapper(view: View) -> tuple[bool, str]:
 
 
 def _layers_path(view: View) -> tuple[str, str]:
-    return families.layers_path(view.top.get("model_type"), _wrapper(view)[0])
+    return families.layers_path(type_of(view.top), _wrapper(view)[0])
 
 
 def _norm(view: View) -> tuple[families.Norm, str]:
-    kind = families.final_norm(view.text.get("model_type"))
-    return kind, "unknown until loaded" if kind == "unknown" else f"known for model_type {view.text.get('model_type')}"
+    kind = families.final_norm(view.model_type)
+    return kind, "unknown until loaded" if kind == "unknown" else f"known for model_type {view.model_type}"
 
 
 def _softcap(view: View) -> tuple[float | None, str]:
-    value, evidence = view.look(("final_logit_softcapping",))
+    value, evidence = view.look(("final_logit_softcapping",), NUMBER)
     return value, evidence if value is not None else "none"
 
 
@@ -123,84 +180,73 @@ def _logit_scale(view: View) -> tuple[float | None, str]:
     value, key = families.logit_scale({**view.defaults, **view.text})
     if value is None:
         return None, "none"
-    return value, f"{view.prefix}{key}" if key in view.text else f"default of model_type {view.text.get('model_type')}"
+    return value, f"{view.prefix}{key}" if key in view.text else f"default of model_type {view.model_type}"
 
 
 def _mla(view: View) -> tuple[bool, str]:
-    found = bool(view.text.get("kv_lora_rank"))
+    found = is_a(view.text.get("kv_lora_rank"), WHOLE)
     return found, f"{view.prefix}kv_lora_rank" if found else "no kv_lora_rank"
 
 
 def _moe(view: View) -> tuple[bool, str]:
-    value, evidence = view.look(SPELLINGS["experts"])
-    many = isinstance(value, int) and value > 1
+    value, evidence = view.look(SPELLINGS["experts"], WHOLE)
+    many = value is not None and value > 1
     return many, f"{evidence} = {value}" if many else "no number of experts above 1"
 
 
-def _quantization(view: View) -> tuple[str | None, str]:
-    config, evidence = view.look(("quantization_config", "compression_config"), also_top=True)
-    if not isinstance(config, Mapping):
-        return None, "none"
-    parts = [config.get(key) for key in ("quant_method", "quant_algo", "format", "fmt")]
-    parts += [f"{config[key]} bits" for key in ("bits", "w_bit") if config.get(key)]
-    return " ".join(dict.fromkeys(str(part) for part in parts if part)) or "unknown", evidence
-
-
-def _eos_ids(view: View, generation: Config) -> tuple[tuple[int, ...], str]:
-    places = {f"{view.prefix}eos_token_id": view.text, "eos_token_id": view.top, GENERATION: generation}
-    found = {place: _ids(config.get("eos_token_id")) for place, config in places.items()}
-    named = [place for place, ids in found.items() if ids]
-    return tuple(sorted({item for ids in found.values() for item in ids})), ", ".join(named)
+def _eos_ids(view: View, generation: Config, tokenizer: tuple[int | None, str]) -> tuple[tuple[int, ...], str]:
+    places = {
+        f"{view.prefix}eos_token_id": view.text.get("eos_token_id"),
+        "eos_token_id": view.top.get("eos_token_id"),
+        GENERATION: generation.get("eos_token_id"),
+        tokenizer[1]: tokenizer[0],
+    }
+    found = {place: ids for place, value in places.items() if (ids := _ids(value))}
+    return tuple(sorted({item for ids in found.values() for item in ids})), ", ".join(found)
 
 
 def _ids(value: Any) -> list[int]:
     listed = value if isinstance(value, list) else [value]
-    return [item for item in listed if isinstance(item, int)]
+    return [item for item in listed if isinstance(item, int) and not isinstance(item, bool)]
 
 
 def _num_kv_heads(view: View, heads: int | None) -> tuple[int | None, str]:
-    value, evidence = view.look(SPELLINGS["num_kv_heads"])
+    value, evidence = view.look(SPELLINGS["num_kv_heads"], WHOLE)
     if value is None and view.text.get("multi_query"):
         return 1, f"{view.prefix}multi_query"
     return (value, evidence) if value is not None else (heads, "absent: one for each head")
 
 
 def _head_dim(view: View, heads: int | None, width: int | None) -> tuple[int | None, str]:
-    parts = [part for key in ("qk_nope_head_dim", "qk_rope_head_dim") if isinstance(part := view.text.get(key), int)]
-    if _mla(view)[0] and len(parts) == 2:
+    parts: list[Any] = [view.text.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if _mla(view)[0] and all(is_a(part, WHOLE) for part in parts):
         return sum(parts), f"{view.prefix}qk_nope_head_dim + qk_rope_head_dim"
-    value, evidence = view.look(SPELLINGS["head_dim"])
+    value, evidence = view.look(SPELLINGS["head_dim"], WHOLE)
     if value is None and heads and width and width % heads == 0:
         return width // heads, "hidden_size / heads"
     return value, evidence
 
 
-_SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "intermediate_size", "rms_norm_eps", "max_positions")
+_SIZES = {
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "vocab_size", "num_heads", "intermediate_size", "max_positions"), WHOLE
+    ),
+    "rms_norm_eps": NUMBER,
+}
 _FACTS: dict[str, Callable[[View], tuple[Any, str]]] = {
     "architecture": _architecture,
-    "model_type": lambda view: (view.top.get("model_type"), "model_type" if view.top.get("model_type") else ""),
+    "model_type": lambda view: (type_of(view.top), "model_type" if type_of(view.top) else ""),
+    "remote_code": _remote_code,
     "wrapper": _wrapper,
+    "text_architecture": _text_architecture,
     "layers_path": _layers_path,
     "norm": _norm,
-    "tied_head": lambda view: view.look(("tie_word_embeddings",), also_top=True),
+    "tied_head": lambda view: view.look(("tie_word_embeddings",), (bool,), also_top=True),
     "softcap": _softcap,
     "logit_scale": _logit_scale,
     "rope_theta": lambda view: rope(view)[0],
     "rope_scaling": lambda view: rope(view)[1],
     "mla": _mla,
     "moe": _moe,
-    "quantization": _quantization,
-    "dtype": lambda view: view.look(("dtype", "torch_dtype"), also_top=True),
+    "dtype": lambda view: view.look(("dtype", "torch_dtype"), (str,), also_top=True),
 }
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}", looked_for="the config.json of a model") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds a {type(value).__name__}", looked_for="a JSON object")
-    return value

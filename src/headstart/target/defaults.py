@@ -53,6 +53,18 @@ _GEMMA3 = _GEMMA2 | {
     "final_logit_softcapping": None,
 }
 
+_COHERE = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "logit_scale": 0.0625,
+}
+
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
@@ -70,16 +82,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     },
-    "cohere": {
-        "vocab_size": 256000,
-        "hidden_size": 8192,
-        "intermediate_size": 22528,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
-        "logit_scale": 0.0625,
-    },
+    "cohere": _COHERE,
+    "cohere2": _COHERE | {"rope_theta": 10000.0},
     "granite": _LLAMA,
+    "glm4": _LLAMA
+    | {
+        "vocab_size": 151552,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-07,
+    },
+    "mllama_text_model": _LLAMA
+    | {
+        "vocab_size": 128256,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
 }

@@ -165,21 +165,29 @@ class TargetHead:
 
 
 def _probe_norm(module: nn.Module, lm_head: Tensor) -> dict[str, Any]:
-    """What `module` computes, as fields of `TargetHead`: the known form that reproduces its output on random input."""
+    """What `module` computes, as fields of `TargetHead`."""
     parameters = _norm_parameters(module, lm_head)
     probe = torch.Generator().manual_seed(0)
     x = torch.randn(8, lm_head.shape[1], generator=probe) * 3 + 1  # off centre, so that subtracting the mean shows
     with torch.no_grad():
-        wanted = copy.deepcopy(module).cpu().float()(x)
+        output = copy.deepcopy(module).cpu().float()(x)
+    return known_norm(parameters, x, output, type(module).__name__)
+
+
+def known_norm(parameters: dict[str, Any], x: Tensor, output: Tensor, name: str) -> dict[str, Any]:
+    """`parameters` (norm_weight, norm_bias, norm_eps) with the kind and offset that make `output` [n, d] of `x` [n, d].
+
+    Both float32 on the CPU. Raises UserError when no known form does; `name` is that of the norm's class.
+    """
     for kind, offset in (("rms", 0.0), ("rms", 1.0), ("layer", 0.0), ("layer", 1.0)):
         fields = {**parameters, "norm_kind": kind, "norm_offset": offset}
         cpu: dict[str, Any] = {
             name: value.cpu() if isinstance(value, Tensor) else value for name, value in fields.items()
         }
-        if torch.allclose(TargetHead(embed=x, lm_head=x, **cpu).norm(x), wanted, rtol=1e-4, atol=1e-4):
+        if torch.allclose(TargetHead(embed=x, lm_head=x, **cpu).norm(x), output, rtol=1e-4, atol=1e-4):
             return fields
     raise UserError(
-        f"the final norm {type(module).__name__} computes something that is not known",
+        f"the final norm {name} computes something that is not known",
         looked_for="RMSNorm or LayerNorm with gain w or 1+w",
     )
 

@@ -9,6 +9,7 @@ from headstart.errors import UserError
 from headstart.target.defaults import DEFAULTS
 
 Config = Mapping[str, Any]
+WHOLE, NUMBER = (int,), (int, float)
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -38,22 +39,42 @@ class View:
     def __init__(self, top: Config, text: Config, text_path: str) -> None:
         self.top, self.text = top, text
         self.prefix = f"{text_path}." if text_path else ""
-        self.defaults = DEFAULTS.get(str(text.get("model_type")), {})
+        self.model_type = type_of(text)
+        self.defaults = DEFAULTS.get(self.model_type or "", {})
 
-    def look(self, names: tuple[str, ...], *, also_top: bool = False) -> tuple[Any, str]:
-        """The first value there is, and its key; then the default of the family, unless the text model says null."""
+    def look(self, names: tuple[str, ...], kinds: tuple[type, ...], *, also_top: bool = False) -> tuple[Any, str]:
+        """The first value of such a kind, and its key; then the default of the family, unless the text model says null."""
         places = [(self.prefix, self.text), *([("", self.top)] if also_top and self.prefix else [])]
         for prefix, config in places:
             for name in names:
-                if config.get(name) is not None:
+                if is_a(config.get(name), kinds):
                     return config[name], f"{prefix}{name}"
         return self._default(names)
 
     def _default(self, names: tuple[str, ...]) -> tuple[Any, str]:
         for name in names:
             if name not in self.text and self.defaults.get(name) is not None:
-                return self.defaults[name], f"default of model_type {self.text.get('model_type')}"
+                return self.defaults[name], f"default of model_type {self.model_type}"
         return None, f"unknown: no {', '.join(names)}"
+
+
+def is_a(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a value can be what it is read as: of one of the kinds, and above 0 where it is a number."""
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) and (value > 0 if isinstance(value, NUMBER) else True)
+
+
+def type_of(config: Config) -> str | None:
+    """The model_type of a configuration."""
+    found = config.get("model_type")
+    return found if isinstance(found, str) and found else None
+
+
+def first_name(config: Config) -> str | None:
+    """The first of its `architectures`."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
 
 
 def find_text(top: Config, name: str) -> tuple[str, Config]:
@@ -88,8 +109,8 @@ def rope(view: View) -> tuple[tuple[float | None, str], tuple[dict[str, Any] | N
     """
     parameters, origin = _rope_parameters(view)
     theta, evidence = parameters.get("rope_theta"), f"{origin}.rope_theta"
-    if theta is None:
-        theta, evidence = view.look(SPELLINGS["rope_theta"])
+    if not is_a(theta, NUMBER):
+        theta, evidence = view.look(SPELLINGS["rope_theta"], NUMBER)
     old = view.text.get("rope_scaling")
     if not parameters and isinstance(old, Mapping):
         parameters, origin = old, f"{view.prefix}rope_scaling"
@@ -123,7 +144,7 @@ def _describes_text(path: str, config: Config) -> bool:
     if _completeness(config) == len(_NEEDED):
         return True
     named = path.rpartition(".")[2].startswith(_TEXT_NAMES)
-    return named and (_completeness(config) >= 2 or config.get("model_type") in DEFAULTS)
+    return named and (_completeness(config) >= 2 or type_of(config) in DEFAULTS)
 
 
 def _completeness(config: Config) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 
 import fixtures_models
 from headstart.config import Target
+from headstart.engines.base import Use
 from headstart.engines.hooks import find_decoder
 from headstart.engines.load import open_engine
 from headstart.errors import UserError
@@ -23,7 +24,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, **changes: object) -> None:
-    open_engine(Target.model_validate({"model": str(folder), **changes}))
+    open_engine(Target.model_validate({"model": str(folder), **changes}), Use(64))
 
 
 class TestFindingLayers:

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 import fixtures_models
 from headstart.config import Target
 from headstart.engines.hooks import Captured
-from headstart.engines.load import open_engine
 from headstart.engines.sampling import sample
 from headstart.engines.transformers import TransformersEngine, batches_by_length
 from headstart.errors import GateError, UserError
@@ -45,7 +44,7 @@ def llama(folders: dict[str, Path]) -> TransformersEngine:
 
 
 def opened(folder: Path, batch_size: int = 4, **changes: object) -> TransformersEngine:
-    return open_engine(Target.model_validate({"model": str(folder), **changes}), batch_size)
+    return TransformersEngine(Target.model_validate({"model": str(folder), **changes}), batch_size)
 
 
 def reference(engine: TransformersEngine, ids: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -76,6 +75,13 @@ def prompts(count: int = 11) -> list[Prompt]:
         Prompt(f"p{i}", random_ids(length, i))
         for i, length in zip(range(count), itertools.cycle(LENGTHS), strict=False)
     ]
+
+
+def test_top_log_probs_are_the_best_of_the_row(llama: TransformersEngine) -> None:
+    found, rows = llama.top_log_probs([5, 6, 7], 4), llama.log_probs([5, 6, 7])
+    assert found.ids.shape == found.values.shape == (3, 4)
+    assert torch.equal(found.values, rows.gather(-1, found.ids))
+    assert torch.equal(found.ids[:, 0], rows.argmax(-1))
 
 
 def test_states_are_those_of_transformers(engine: TransformersEngine) -> None:
@@ -285,7 +291,7 @@ def test_hooks_that_fire_wrongly_are_noticed() -> None:
 
 @pytest.mark.slow
 def test_a_real_model_in_a_batch_answers_as_alone() -> None:
-    engine = open_engine(Target.model_validate({"model": source.SHIPPED}))
+    engine = TransformersEngine(Target.model_validate({"model": source.SHIPPED}))
     texts = (
         "Where is the port of Hamburg?",
         "Write a haiku about rain.",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 Message = dict[str, Any]  # {"role": ..., "content": ...} and what a template may use beside them
 Split = Literal["train", "validation"]
@@ -24,20 +25,37 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Media:
+    """An image in a conversation. source: its file, or a `data:` URI that holds it; sha256: of its bytes, hexadecimal."""
+
+    kind: Literal["image"]
+    source: str
+    sha256: str
+
+
+@dataclass(frozen=True)
 class Prompt:
-    """What the target reads: ids of the rendered template up to the point where it starts to answer."""
+    """What the target reads: ids of the rendered template up to the point where it starts to answer.
+
+    media: the images whose places the template has marked, in their order; the engine puts them there.
+    """
 
     id: str
     ids: tuple[int, ...]
+    media: tuple[Media, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What the target produced, ids as sampled, the end-of-turn id included when it came."""
+    """What the target produced, ids as sampled, the end-of-turn id included when it came.
+
+    prompt: of a prompt with media, its ids as the engine read them, every image as many placeholders as it has states.
+    """
 
     id: str
     ids: tuple[int, ...]
     finish: Finish
+    prompt: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,7 @@ class Sample:
     """One sequence to learn from.
 
     input_ids: int32 [tokens]. supervised: bool [tokens], True where the token was produced by the target (`l_t`).
+    media, sent: the images in it, and the ids int32 that an engine turns into input_ids with them; None without images.
     """
 
     id: str
@@ -65,3 +84,5 @@ class Sample:
     input_ids: np.ndarray
     supervised: np.ndarray
     finish: Finish
+    media: tuple[Media, ...] = ()
+    sent: np.ndarray | None = None

@@ -45,10 +45,13 @@ class AnswerLog:
         asked = self._digest(prompt)
         self._done[prompt.id] = (asked, completion)
         row = {"id": prompt.id, "asked": asked, "ids": completion.ids, "finish": completion.finish}
+        if completion.prompt is not None:
+            row["prompt"] = completion.prompt
         return json.dumps(row) + "\n"
 
     def _digest(self, prompt: Prompt) -> str:
-        return files.sha256_json([self._salt, prompt.ids])[:16]
+        images = [[item.sha256 for item in prompt.media]] if prompt.media else []
+        return files.sha256_json([self._salt, prompt.ids, *images])[:16]
 
     def _load(self) -> None:
         if not self.path.exists():
@@ -64,7 +67,8 @@ class AnswerLog:
     def _take(self, line: bytes) -> bool:
         try:
             row = json.loads(line)
-            completion = Completion(row["id"], tuple(map(operator.index, row["ids"])), row["finish"])
+            read = tuple(map(operator.index, row["prompt"])) if "prompt" in row else None
+            completion = Completion(row["id"], tuple(map(operator.index, row["ids"])), row["finish"], read)
             self._done[completion.id] = (row["asked"], completion)
         except (ValueError, KeyError, TypeError):
             return False

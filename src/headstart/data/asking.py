@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from headstart.config import Run
 from headstart.data.answers import AnswerLog
-from headstart.engines.base import Engine
+from headstart.engines.base import Engine, Refused
 from headstart.errors import GateError
 from headstart.events import Progress
 from headstart.types import Completion, Prompt, Sampling
@@ -29,6 +29,7 @@ class Asker:
         self._engine, self._end_ids, self._log, self._bar = engine, end_ids, log, bar
         self._settings, self._max_length = run.regenerate, run.data.max_length
         self.tokens, self.prompt_tokens, self.asked, self.seconds = 0, 0, 0, 0.0
+        self.refused: dict[str, str] = {}  # prompts that the engine did not take, and why
 
     def room(self, ids: Sequence[int]) -> int:
         """Tokens that an answer to this prompt may have; 0 when there is no step of room."""
@@ -38,17 +39,21 @@ class Asker:
         return longest if free >= longest else max(0, free - free % step)
 
     def answers(self, prompts: Sequence[Prompt]) -> Iterator[Completion]:
-        """The answer to every prompt, logged or new. Raises GateError when the engine answers something else."""
+        """The answer to every prompt that is not `refused`, logged or new.
+
+        Raises:
+            GateError: the engine answers something else.
+        """
         for room, portion in _portions(prompts, self.room, self._settings.batch_size):
             missing = [prompt for prompt in portion if self._log.get(prompt) is None]
             if missing:
-                self._log.append(list(zip(missing, self._ask(missing, room), strict=True)))
+                answers = self._ask(missing, room)
+                self._log.append([(prompt, answers[prompt.id]) for prompt in missing if prompt.id in answers])
             for prompt in portion:
-                completion = self._log.get(prompt)
-                assert completion is not None
-                yield completion
+                if (completion := self._log.get(prompt)) is not None:
+                    yield completion
 
-    def _ask(self, prompts: Sequence[Prompt], room: int) -> list[Completion]:
+    def _ask(self, prompts: Sequence[Prompt], room: int) -> dict[str, Completion]:
         chosen = self._settings
         sampling = Sampling(room, chosen.temperature, chosen.top_p, chosen.seed, self._end_ids)
         found: dict[str, Completion] = {}
@@ -61,6 +66,9 @@ class Asker:
             self._bar.advance(tokens)
 
         for completion in self._engine.generate(prompts, sampling, tell):
+            if isinstance(completion, Refused):
+                self.refused[completion.id] = completion.why
+                continue
             check(completion, wanted - found.keys(), sampling)
             found[completion.id] = completion
             self.tokens += len(completion.ids)
@@ -68,11 +76,11 @@ class Asker:
                 chosen.max_new_tokens - counted[completion.id]
             )  # an answer that ends early frees its rest
         self.seconds += time.monotonic() - started
-        if missing := sorted(wanted - found.keys()):
+        if missing := sorted(wanted - found.keys() - self.refused.keys()):
             raise GateError(f"the engine gave no answer to {len(missing)} prompts, first {missing[0]}")
-        self.asked += len(prompts)
+        self.asked += len(found)
         self.prompt_tokens += sum(len(prompt.ids) for prompt in prompts)
-        return [found[prompt.id] for prompt in prompts]
+        return found
 
 
 def _portions(

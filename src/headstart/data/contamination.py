@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from headstart.data import readers, sources
+from headstart.data.content import identity
 from headstart.errors import UserError
 from headstart.types import Message
 
@@ -21,13 +22,13 @@ def digest(text: str) -> bytes:
 
 
 def first_prompt(messages: Sequence[Message]) -> bytes:
-    """What makes two conversations the same when the target answers anew: their first user turn."""
-    return digest(sources.user_texts(messages)[0])
+    """What makes two conversations the same when the target answers anew: their first user turn, and its images."""
+    return digest(identity(next(message for message in messages if message["role"] == "user")))
 
 
 def whole(messages: Sequence[Message]) -> bytes:
     """What makes two conversations the same when their answers are kept: every role and text."""
-    return digest("\n".join(f"{message['role']}\n{message['content']}" for message in messages))
+    return digest("\n".join(f"{message['role']}\n{identity(message)}" for message in messages))
 
 
 class Evaluations:

@@ -39,12 +39,14 @@ class Record:
 
     row: counts from 1 over the whole source, all its files together; 0 when the record has no known place.
     place: the row as a person looks it up, with the file's name where a source has several.
+    folder: of the file, which paths in the record are relative to.
     """
 
     row: int
     place: str
     value: Any = None
     problem: str = ""
+    folder: Path | None = None
 
 
 class Source(Protocol):
@@ -125,7 +127,7 @@ class FileSource:
             last = 0
             for row, value, problem in _read(path, tell):
                 last = row
-                yield Record(before + row, f"{prefix}{row}", value, problem)
+                yield Record(before + row, f"{prefix}{row}", value, problem, path.parent)
             before += last
 
     def facts(self) -> dict[str, Any]:

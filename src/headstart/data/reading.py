@@ -12,6 +12,7 @@ from headstart import files
 from headstart.config import Data
 from headstart.data import contamination, pool, readers, sources
 from headstart.data import tally as drops
+from headstart.data.content import text_of
 from headstart.errors import UserError
 from headstart.events import Events
 from headstart.types import Message
@@ -43,7 +44,7 @@ class Reading:
     def __init__(self, data: Data) -> None:
         self.tally = drops.Tally()
         self.candidates: list[Candidate] = []
-        self.sources = [_find_training(name) for name in dict.fromkeys(data.sources)]
+        self.sources: Sequence[readers.Source] = [_find_training(name) for name in dict.fromkeys(data.sources)]
         self.contaminated: Counter[str] = Counter(dict.fromkeys(data.decontaminate, 0))
         self.reservoir = pool.Reservoir(data.seed)
         self._roles = sources.role_names(data.role_aliases)
@@ -75,7 +76,7 @@ class Reading:
         """Make a candidate of one record. Raises Unusable."""
         if record.problem:
             raise sources.Unusable(record.problem)
-        shape, everything = sources.read_row(record.value, self._roles)
+        shape, everything = sources.read_row(record.value, self._roles, record.folder)
         self.tally.of(source).shapes[shape] += 1
         messages = self._usable_part(everything)
         self._refuse_contaminated(everything)
@@ -83,7 +84,7 @@ class Reading:
         own_id, name = self._names(record.value.get("id"), messages)
         self.candidates.append(Candidate(name, own_id, source, record.row, record.place, messages))
         for message in everything:
-            self.reservoir.offer(name, message["content"])
+            self.reservoir.offer(name, text_of(message))
 
     def _usable_part(self, messages: Sequence[Message]) -> tuple[Message, ...]:
         cut = sources.to_learn if self._data.answers == "keep" else sources.to_answer

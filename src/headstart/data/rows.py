@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice, pairwise
+from dataclasses import asdict
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headstart.types import Conversation, Sample, Split
+from headstart.types import Conversation, Media, Sample, Split
 
 CONVERSATIONS = pa.schema(
     [
@@ -35,6 +36,7 @@ SAMPLES = pa.schema(
         ("finish", pa.string()),
     ]
 )
+SAMPLES_WITH_MEDIA = pa.schema([*SAMPLES, ("sent", pa.list_(pa.int32())), ("media", pa.string())])
 _GROUP = 2048  # rows written together
 
 T = TypeVar("T")
@@ -51,12 +53,14 @@ def read_conversations(path: Path, split: Split | None = None) -> list[Conversat
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Write `samples.parquet`, in the order given.
+    """Write `samples.parquet`, in the order given; with columns for images where a sample has some.
 
     Raises:
         ValueError: `input_ids` and `supervised` of a sample differ in length.
     """
-    _write(path, SAMPLES, samples, _sample_row)
+    samples = list(samples)
+    with_media = any(sample.media for sample in samples)
+    _write(path, SAMPLES_WITH_MEDIA if with_media else SAMPLES, samples, _sample_row)
 
 
 def read_samples(path: Path, split: Split | None = None) -> list[Sample]:
@@ -119,14 +123,22 @@ def _sample_row(sample: Sample) -> dict[str, Any]:
         "input_ids": np.asarray(sample.input_ids, dtype=np.int32),
         "supervised": np.asarray(sample.supervised, dtype=np.bool_),
         "finish": sample.finish,
+        "sent": None if sample.sent is None else np.asarray(sample.sent, dtype=np.int32),
+        "media": json.dumps([asdict(item) for item in sample.media]) if sample.media else None,
     }
 
 
 def _samples(batch: pa.RecordBatch) -> Iterator[Sample]:
     ids, supervised = _arrays(batch.column("input_ids")), _arrays(batch.column("supervised"))
     plain = batch.select(["id", "conversation", "source", "split", "finish"]).to_pylist()
-    for row, input_ids, mask in zip(plain, ids, supervised, strict=True):
-        yield Sample(input_ids=input_ids, supervised=mask, **row)
+    beside = _media(batch) if "media" in batch.schema.names else repeat({}, len(plain))
+    for row, input_ids, mask, images in zip(plain, ids, supervised, beside, strict=True):
+        yield Sample(input_ids=input_ids, supervised=mask, **row, **images)
+
+
+def _media(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    for sent, media in zip(_arrays(batch.column("sent")), batch.column("media").to_pylist(), strict=True):
+        yield {"sent": sent, "media": tuple(Media(**item) for item in json.loads(media))} if media else {}
 
 
 def _arrays(column: pa.ListArray) -> Iterator[np.ndarray]:

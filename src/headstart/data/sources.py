@@ -2,15 +2,19 @@
 
 Shapes read: ShareGPT (`conversations` of `from`/`value`, `system` beside it), OpenAI (`messages` of `role`/`content`),
 `prompt` with or without `completion` (texts, or lists of messages), MT-bench (`turns`: the user's texts). The shape is
-seen row by row.
+seen row by row. What a turn says may hold images (see `content`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+from headstart.data import media
+from headstart.data.content import Reader, Unusable, media_of, short, text_of
 from headstart.data.readers import NOT_UTF8
 from headstart.errors import UserError
 from headstart.types import Message
@@ -34,17 +38,7 @@ NO_MESSAGES = "no messages"
 UNKNOWN_ROLE = "unknown role"
 TURN_ORDER = "roles"  # the turns do not follow one another as a chat does
 EMPTY = "empty"
-NOT_TEXT = "not text"
 NOTHING = "nothing to train on"
-
-
-class Unusable(Exception):
-    """Why one row cannot be used: `reason` is one of the fixed words above, `detail` what was found."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
 
 
 def role_names(aliases: Mapping[str, str]) -> dict[str, str]:
@@ -59,17 +53,19 @@ def role_names(aliases: Mapping[str, str]) -> dict[str, str]:
     return ROLES | dict(aliases)
 
 
-def read_row(value: Any, roles: Mapping[str, str]) -> tuple[str, list[Message]]:
-    """Shape and messages of one record, all turns of it, roles in our names.
+def read_row(value: Any, roles: Mapping[str, str], folder: Path | None = None) -> tuple[str, list[Message]]:
+    """Shape and messages of one record, all turns of it, roles in our names. Without a folder, images are refused.
 
     Raises:
-        Unusable: no messages, an unknown role, content that is no text or no UTF-8.
+        Unusable: no messages, an unknown role, content that is neither text nor an image, or no UTF-8.
         UserError: the record holds token ids instead of text.
     """
     shape, turns = _shape(value)
-    messages = [_message(turn, roles) for turn in turns]
+    reader = Reader(value, partial(media.find, folder=folder))
+    messages = [_message(turn, roles, reader) for turn in turns]
     if not messages:
         raise Unusable(NO_MESSAGES)
+    reader.place_rest(messages)
     return shape, messages
 
 
@@ -114,7 +110,7 @@ def alternates(messages: Sequence[Message]) -> bool:
 
 
 def user_texts(messages: Iterable[Message]) -> list[str]:
-    return [message["content"] for message in messages if message["role"] == "user"]
+    return [text_of(message) for message in messages if message["role"] == "user"]
 
 
 # --- shapes ---
@@ -143,7 +139,7 @@ def _shape(value: Any) -> tuple[str, list[Any]]:
 def _list_shape(value: dict[str, Any], key: str) -> tuple[str, list[Any]]:
     turns = value[key]
     if not isinstance(turns, list) or not turns:
-        raise Unusable(NO_MESSAGES, f"{key} is {_short(turns)}")
+        raise Unusable(NO_MESSAGES, f"{key} is {short(turns)}")
     system = value.get("system")
     opening = [{"role": "system", "content": system}] if system else []
     shape = SHAREGPT if isinstance(turns[0], dict) and "from" in turns[0] else OPENAI
@@ -162,14 +158,14 @@ def _side(value: Any, role: str) -> list[Any]:
 # --- one turn ---
 
 
-def _message(turn: Any, roles: Mapping[str, str]) -> Message:
+def _message(turn: Any, roles: Mapping[str, str], reader: Reader) -> Message:
     if not isinstance(turn, dict):
-        raise Unusable(NO_MESSAGES, f"a turn is {_short(turn)}")
+        raise Unusable(NO_MESSAGES, f"a turn is {short(turn)}")
     beside = {key: turn[key] for key in _BESIDE if turn.get(key) is not None}
     content = turn["value"] if "value" in turn else turn.get("content")
     if content is None and "tool_calls" in beside:
         content = ""
-    message = {"role": _role(turn, roles), "content": _text(content), **beside}
+    message = {"role": _role(turn, roles), "content": reader.read(content), **beside}
     _refuse_surrogates(message)
     return message
 
@@ -177,24 +173,11 @@ def _message(turn: Any, roles: Mapping[str, str]) -> Message:
 def _role(turn: Mapping[str, Any], roles: Mapping[str, str]) -> str:
     name = turn.get("from", turn.get("role"))
     if not isinstance(name, str):
-        raise Unusable(UNKNOWN_ROLE, "none" if name is None else _short(name))
+        raise Unusable(UNKNOWN_ROLE, "none" if name is None else short(name))
     role = roles.get(name) or roles.get(name.strip().lower())
     if role is None:
         raise Unusable(UNKNOWN_ROLE, name)
     return role
-
-
-def _text(content: Any) -> str:
-    """Content as text; lists of OpenAI's text parts are joined, anything else (images, ...) is refused."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        parts = [part.get("text") for part in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(parts)
-    raise Unusable(NOT_TEXT, _short(content))
 
 
 def _refuse_surrogates(message: Message) -> None:
@@ -206,11 +189,6 @@ def _refuse_surrogates(message: Message) -> None:
         json.dumps(message, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise Unusable(NOT_UTF8) from None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 # --- turns ---
@@ -243,5 +221,6 @@ def _without_tail(messages: list[Message], last: Literal["user", "assistant"]) -
 
 def _refuse_blank(messages: Sequence[Message]) -> None:
     for message in messages:
-        if message["role"] in ("user", "assistant") and not message["content"].strip() and "tool_calls" not in message:
+        says = text_of(message).strip() or media_of([message]) or "tool_calls" in message
+        if message["role"] in ("user", "assistant") and not says:
             raise Unusable(EMPTY, f"{message['role']} turn")

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data import readers, sources
+from headstart.data import media, readers, sources
 from headstart.errors import UserError
 
 DUPLICATE = "duplicate"
 CONTAMINATED = "contaminated"
 TOO_LONG = "too long"
 TEMPLATE = "template"
+IMAGES = "the target reads no images"
 # Rows that nothing is wrong with: `data.max_drop` is about data that cannot be read or used, not about choices.
 CHOICES = frozenset({readers.CONTINUATION, DUPLICATE, CONTAMINATED, TOO_LONG})
 SHOWN = 5  # rows named for each reason
@@ -26,6 +27,9 @@ _HINTS = {
     DUPLICATE: "give other data.sources",
     CONTAMINATED: "give data.sources that are not in data.decontaminate",
     sources.NOTHING: "data.answers = 'keep' needs answers; 'regenerate' needs only prompts",
+    IMAGES: "take a target whose chat template marks the places of images, or rows of text",
+    media.MISSING: "paths are relative to the file that names them: put the images there, or a link to them",
+    media.REMOTE: "download the images and name the files",
     sources.NO_MESSAGES: "rows need conversations, messages, or prompt",
 }
 

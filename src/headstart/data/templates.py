@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from headstart import files
+from headstart.data.content import for_template, text_of
 from headstart.data.turns import Ids, Rendered, Turn, merge_turns
 from headstart.errors import GateError, UserError
+from headstart.target.tokenizer_files import TokenizerFiles
 from headstart.types import Message
 
 _BROKEN = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)  # what a template can raise
 _ASK: Message = {"role": "user", "content": "Name a colour."}
+_PICTURE: Message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": _ASK["content"]}]}
 _COLOURS = ("red", "blue")  # two answers that share no last token
 
 
@@ -76,6 +80,8 @@ class Template:
                 looked_for="tokenizer.json, or a vocabulary that Transformers reads",
                 do="put the model's tokenizer files into its folder",
             ) from error
+        if not tokenizer.chat_template:  # older multimodal models keep it beside their processor, in chat_template.json
+            tokenizer.chat_template = TokenizerFiles(folder).template[0]
         return cls(tokenizer, _generation_ends(folder))
 
     @property
@@ -98,6 +104,16 @@ class Template:
     def prompt_ids(self, messages: Sequence[Message]) -> Ids:
         """What the target reads before it answers `messages`. Raises TemplateRefused."""
         return self._ids(messages, generation=True)
+
+    @cached_property
+    def places_images(self) -> bool:
+        """Whether the template marks the place of an image with something else than the part itself, spelt out."""
+        bare = {**_PICTURE, "content": _PICTURE["content"][1:]}
+        try:
+            plain, marked = (self._text([message], generation=True) for message in (bare, _PICTURE))
+        except TemplateRefused:
+            return False
+        return marked != plain and _ASK["content"] in marked and "'type'" not in marked
 
     def samples(self, messages: Sequence[Message]) -> list[Rendered]:
         """Sequences to learn from, for the answers given in `messages`. Raises TemplateRefused."""
@@ -136,7 +152,7 @@ class Template:
     def _turn(self, before: Sequence[Message], answer: Message) -> Turn:
         prompt = self.prompt_ids(before)
         full = self._ids([*before, answer], generation=False)
-        content = self.encode(_text_of(answer))
+        content = self.encode(text_of(answer))
         if full[: len(prompt)] == prompt:
             body = self._body(full[len(prompt) :], content)
             if body is not None:
@@ -165,7 +181,7 @@ class Template:
         return self.encode(self._text(messages, generation=generation))
 
     def _text(self, messages: Sequence[Message], *, generation: bool) -> str:
-        given = [_in_parts(message) for message in messages] if self._parts else list(messages)
+        given = [_in_parts(message) if self._parts else for_template(message) for message in messages]
         try:
             return self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=generation)
         except _BROKEN as error:
@@ -293,16 +309,11 @@ def _common_suffix(first: Ids, second: Ids) -> Ids:
     return first[len(first) - length :]
 
 
-def _text_of(message: Message) -> str:
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content)
-
-
 def _in_parts(message: Message) -> Message:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    return for_template(message)
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,11 +13,15 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Turn:
-    """What the target read and what it answered, both as ids. `exact`: the template renders the answer as these ids."""
+    """What the target read and what it answered, both as ids. `exact`: the template renders the answer as these ids.
+
+    sent: of a prompt with images, the ids that the engine was sent.
+    """
 
     prompt: Ids
     answer: Ids
     exact: bool = True
+    sent: Ids | None = None
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ the last layer before the final norm. Every engine translates b to its own conve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headstart.types import Completion, Prompt, Sample, Sampling
 
@@ -21,8 +21,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Use:
+    """What an engine is opened for; it sizes itself by it.
+
+    longest: tokens of the longest sequence, the answer included. batch_size: sequences decoded together. batch_tokens:
+    tokens of one forward pass. boundaries: those that will be captured, rising; None when only answers are wanted.
+    media: how many of a kind ("image") one prompt has at most.
+    """
+
+    longest: int
+    batch_size: int = 64
+    batch_tokens: int = 4096
+    boundaries: tuple[int, ...] | None = None
+    media: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class EngineInfo:
-    """Recorded in every manifest that the engine's numbers went into."""
+    """Recorded in every manifest that the engine's numbers went into. details: how it captures, and what proved it."""
 
     name: str
     version: str
@@ -33,6 +49,23 @@ class EngineInfo:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that the engine could not serve, and why; the others are not touched by it."""
+
+    id: str
+    why: str
+
+
+@dataclass(frozen=True)
+class TopLogProbs:
+    """The most likely tokens, best first: ids int64 [tokens, k], values float32 [tokens, k]; row t is about token t+1."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -53,14 +86,18 @@ class Engine(Protocol):
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, tell: Callable[[str, int], None] | None = None
-    ) -> Iterator[Completion]:
+    ) -> Iterator[Completion | Refused]:
         """`tell`, where the engine can, hears the id of a prompt and how many tokens its answer has just grown by."""
         ...
 
-    def capture(self, samples: Sequence[Sample], boundaries: Sequence[int], batch_tokens: int) -> Iterator[States]: ...
+    def capture(
+        self, samples: Sequence[Sample], boundaries: Sequence[int], batch_tokens: int
+    ) -> Iterator[States | Refused]:
+        """Raises UserError for boundaries that the engine was not opened for, where it must know them before."""
+        ...
 
-    def log_probs(self, ids: Sequence[int]) -> torch.Tensor:
-        """The engine's own log-probabilities, float32 [tokens, vocabulary]: row t is the distribution of token t+1."""
+    def top_log_probs(self, ids: Sequence[int], k: int) -> TopLogProbs:
+        """The engine's own log-probabilities, from its own forward pass and output head."""
         ...
 
     def head(self) -> TargetHead:

@@ -45,21 +45,21 @@ def find_decoder(model: nn.Module, num_layers: int | None, layers_path: str | No
     if not isinstance(layers, nn.ModuleList):
         raise UserError(
             f"target.layers_path = {path!r} leads to {'nothing' if layers is None else type(layers).__name__}",
-            looked_for=f"a list of decoder layers, such as {', '.join(_lists(model)) or '(this model has none)'}",
+            looked_for=f"a list of decoder layers, such as {', '.join(module_lists(model)) or '(this model has none)'}",
             do="correct it, or leave it out",
         )
     return Decoder(path, layers, _final_norm(model, path))
 
 
 def _search(model: nn.Module, num_layers: int | None) -> str:
-    fitting = {path: layers for path, layers in _lists(model).items() if _is_decoder_list(path, layers)}
+    fitting = {path: layers for path, layers in module_lists(model).items() if looks_like_decoder(path, layers)}
     if num_layers is not None and any(len(layers) == num_layers for layers in fitting.values()):
         fitting = {path: layers for path, layers in fitting.items() if len(layers) == num_layers}
     longest = max((len(layers) for layers in fitting.values()), default=0)
     best = [path for path, layers in fitting.items() if len(layers) == longest]
     if len(best) == 1:
         return best[0]
-    found = ", ".join(f"{path} ({len(layers)})" for path, layers in _lists(model).items()) or "none"
+    found = ", ".join(f"{path} ({len(layers)})" for path, layers in module_lists(model).items()) or "none"
     raise UserError(
         f"the decoder layers of {type(model).__name__} were not found" + (f": {best} fit alike" if best else ""),
         looked_for=f"one list of {num_layers or 'decoder'} blocks outside vision and audio towers; found {found}",
@@ -67,7 +67,7 @@ def _search(model: nn.Module, num_layers: int | None) -> str:
     )
 
 
-def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+def module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     """All outermost lists of modules by path (a list inside a layer, such as experts, is not one)."""
     found: dict[str, nn.ModuleList] = {}
     for path, module in model.named_modules():
@@ -77,11 +77,14 @@ def _lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     return found
 
 
-def _is_decoder_list(path: str, layers: nn.ModuleList) -> bool:
+def looks_like_decoder(path: str, layers: nn.ModuleList) -> bool:
+    """Whether a list of blocks mixes tokens and stands outside vision, audio and multi-token-prediction parts."""
     words = path.lower().replace(".", "_").split("_")
     if any(word.startswith(tower) for word in words for tower in _TOWERS):
         return False
-    children = [name for name, _ in layers[0].named_children()]
+    # A layer that another pipeline rank holds has no children here.
+    block = next((layer for layer in layers if any(True for _ in layer.children())), layers[0])
+    children = [name for name, _ in block.named_children()]
     return any(mixer in name for name in children for mixer in _MIXERS)
 
 

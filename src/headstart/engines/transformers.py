@@ -16,7 +16,7 @@ from torch import Tensor
 from headstart.config import Target
 from headstart.engines import decoding
 from headstart.engines.attention import speed_up_decoding
-from headstart.engines.base import EngineInfo, States
+from headstart.engines.base import EngineInfo, States, TopLogProbs
 from headstart.engines.cache import GrowingCache, new_cache
 from headstart.engines.hooks import Captured, capturing, find_decoder
 from headstart.engines.weights import load_model, pick_device, pick_dtype
@@ -81,6 +81,10 @@ class TransformersEngine:
         self._check_ids("the sequence", ids)
         logits = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False).logits[0]
         return logits.float().log_softmax(-1)
+
+    def top_log_probs(self, ids: Sequence[int], k: int) -> TopLogProbs:
+        values, best = self.log_probs(ids).topk(k)
+        return TopLogProbs(best, values)
 
     def session(self, boundaries: Sequence[int]) -> TransformersSession:
         return TransformersSession(self, check_boundaries(boundaries, self.info.num_layers))

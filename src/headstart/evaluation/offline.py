@@ -6,17 +6,19 @@ sampled answers it is the greedy acceptance along the sampled text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headstart.artifact import Artifact
 from headstart.data.store import Entry, StateStore
 from headstart.drafts.eagle3 import Eagle3
+from headstart.drafts.rows import RowPlan, plan_rows
 from headstart.drafts.ttt import unroll
-from headstart.evaluation.acceptance import all_starts, summarise, walk
+from headstart.evaluation.acceptance import AcceptanceLog, all_starts, summarise, walk
 from headstart.target.head import TargetHead
 from headstart.training.batches import assemble, learnable
 
@@ -48,14 +50,43 @@ def offline_acceptance(draft: Eagle3, states: Artifact, draft_tokens: int) -> di
     }
 
 
+def reference_walk(
+    draft: Eagle3, aux: Tensor, ids: Sequence[int], prompt_tokens: int, draft_tokens: int
+) -> AcceptanceLog:
+    """The verify steps of greedy decoding, from states alone: no target is needed that decodes step by step.
+
+    aux: states [tokens, n_aux, d] of `ids`, which are a prompt of `prompt_tokens` tokens and the target's greedy answer
+    to it. Because the answer is the target's own choice everywhere, it tells every verdict: a draft is accepted when it
+    is the recorded token. Step for step what `decode.speculative_decode` does.
+    """
+    supervised = np.arange(len(ids)) >= prompt_tokens
+    if supervised.sum() < 2:
+        return AcceptanceLog.of([], [])
+    device = draft.fc.weight.device
+    plan = plan_rows([supervised], draft_tokens).to(device)
+    tokens = torch.tensor(list(ids), device=device)
+    wanted = [tokens[step.inputs + 1] for step in plan.steps]
+    aux = aux[: len(plan.context)].to(device, draft.fc.weight.dtype)
+    return walk(*_replay(draft, aux, tokens, plan, wanted))
+
+
 @torch.no_grad()
 def _matrices(draft: Eagle3, store: StateStore, head: TargetHead, steps: int, entry: Entry, device: str):
     batch = assemble(store, [entry], head, steps, "exact", device)
-    accept, live = (np.zeros((entry.length, steps), dtype=bool) for _ in range(2))
-    outs = unroll(draft, batch.aux, batch.tokens, batch.plan)
-    for index, (step, out) in enumerate(zip(batch.plan.steps, outs, strict=True)):
+    wanted = [batch.top1[step.labels] for step in batch.plan.steps]
+    return _replay(draft, batch.aux, batch.tokens, batch.plan, wanted)
+
+
+@torch.no_grad()
+def _replay(
+    draft: Eagle3, aux: Tensor, tokens: Tensor, plan: RowPlan, wanted: Sequence[Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(accept, live), bool [tokens, steps], of one sample; wanted: the target's choice for the rows of each step."""
+    accept, live = (np.zeros((len(tokens), len(plan.steps)), dtype=bool) for _ in range(2))
+    outs = unroll(draft, aux, tokens, plan)
+    for index, (step, out) in enumerate(zip(plan.steps, outs, strict=True)):
         chosen = draft.draft_to_target[draft.logits(out).argmax(-1)]
-        at = batch.plan.context[step.rows].cpu().numpy()
-        accept[at, index] = (chosen == batch.top1[step.labels]).cpu().numpy()
+        at = plan.context[step.rows].cpu().numpy()
+        accept[at, index] = (chosen == wanted[index]).cpu().numpy()
         live[at, index] = step.live.cpu().numpy()
     return accept, live

@@ -4,7 +4,7 @@ template."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.data import readers, sources
@@ -12,24 +12,28 @@ from headstart.data.packages import SHIPPED
 from headstart.data.templates import Template
 from headstart.errors import UserError
 from headstart.files import sha256_json
-from headstart.types import Message
+from headstart.types import Message, Prompt
 
 STATEMENT = "the first user turn of each prompt, after its system message where it has one"
 
 
 @dataclass(frozen=True)
 class EvalPrompt:
-    """One prompt. place: where its set has it; ids: what the target reads."""
+    """One prompt. place: where its set has it; ids: what the target reads; messages: what they were rendered from."""
 
     set: str
     place: str
     id: str
     ids: tuple[int, ...]
+    messages: tuple[Message, ...] = field(default=(), compare=False)
 
     @property
     def key(self) -> str:
         """Tells prompts apart also when a file gives one id twice, or was changed between two attempts of a run."""
         return sha256_json([self.set, self.place, self.ids])
+
+    def as_prompt(self) -> Prompt:
+        return Prompt(self.key, self.ids)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ def _load(name: str, max_prompts: int, template: Template) -> PromptSet:
         raise UserError(f"the prompt set {name} holds no prompt", do="correct evaluate.prompts")
     count = min(max_prompts, len(rows))
     chosen = [rows[i * len(rows) // count] for i in range(count)]
-    prompts = tuple(EvalPrompt(name, place, key, template.prompt_ids(messages)) for place, key, messages in chosen)
+    prompts = tuple(
+        EvalPrompt(name, place, key, template.prompt_ids(messages), messages) for place, key, messages in chosen
+    )
     return PromptSet(name, prompts, len(rows), source.facts())
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from headstart.report import figures, tables, verdict, words
+from headstart.report import figures, serving, tables, verdict, words
 from headstart.report.numbers import Numbers
 
 TEMPLATE = "page.html.j2"
@@ -46,10 +46,15 @@ def render(numbers: Numbers) -> str:
     return environment.get_template(TEMPLATE).render(
         target=numbers.run.target.model,
         directory=numbers.root.name,
-        verdict=verdict.verdict(numbers),
+        verdict=verdict.verdict(numbers, serving.fault(numbers)),
         paragraphs=words.paragraphs(numbers),
         missing=verdict.missing(numbers),
-        first_tables=[tables.stages(numbers), tables.scores(numbers), tables.costs(numbers)],
+        first_tables=[
+            tables.stages(numbers),
+            tables.scores(numbers),
+            *serving.tables(numbers),
+            tables.costs(numbers),
+        ],
         sections=sections(numbers),
         last_tables=[
             make(numbers)

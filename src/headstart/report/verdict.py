@@ -17,12 +17,17 @@ class Verdict(NamedTuple):
     text: str
 
 
-def verdict(numbers: Numbers) -> Verdict:
-    """The one thing to know. A draft that changes answers is said first, then whether it is proven to help."""
+def verdict(numbers: Numbers, served_wrong: str | None = None) -> Verdict:
+    """The one thing to know. A draft that changes answers is said first, then whether it is proven to help.
+
+    served_wrong: what the serving check found, said before all else.
+    """
     head = numbers.headline
     if head is None or head.trained is None:
         return Verdict("open", _no_scores(numbers))
     tone, text = _judge(head)
+    if served_wrong:
+        tone, text = "bad", f"{served_wrong} {text}"
     if numbers.status("scores").state != "fresh":
         tone, text = (
             "open",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from headstart.report import serving
 from headstart.report.numbers import TRAINED, Headline, Numbers
 from headstart.report.verdict import broken, changed, compare, interval
 
@@ -27,6 +28,7 @@ def paragraphs(numbers: Numbers) -> list[Paragraph]:
     makers: tuple[tuple[str, Callable[[Numbers], Iterator[str]]], ...] = (
         ("Same answers?", _lossless),
         ("Acceptance length", _tau),
+        ("In vLLM", serving.paragraph),
         ("By position", _positions),
         ("Speed", _speed),
         ("Vocabulary ceiling", _ceiling),
@@ -42,6 +44,9 @@ def _lossless(numbers: Numbers) -> Iterator[str]:
     if head is None:
         return
     judged = [(name, row) for name, row in head.drafts.items() if row["lossless"]]
+    if not judged and (numbers.scores or {}).get("method") == "walk":
+        yield "Not checked here: the target runs in vLLM alone, and acceptance comes from the states of its own answers."
+        return
     if not judged:
         yield "Not checked: no prompt was decoded greedily, so nothing says that answers stay the same."
         return
@@ -154,6 +159,9 @@ def _speed(numbers: Numbers) -> Iterator[str]:
         return
     row, costs = head.trained, head.trained["costs"]
     if row["modelled_speedup"] is None or row["measured_speedup"] is None:
+        if (numbers.scores or {}).get("method") == "walk":
+            yield "Not measured here: the target runs in vLLM. evaluate.engine = 'vllm' measures it there."
+            return
         yield "Nothing was timed: no answer had a step after the prefill, with and without a draft."
         return
     verify, drafting = costs["verify_ratio"], head.draft_tokens * costs["draft_ratio"]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from headstart import config
 from headstart.artifact import Build
-from headstart.data import store
+from headstart.data import media, store
 from headstart.data.gates import fault
 from headstart.data.identity import check_identity
 from headstart.data.rows import read_samples
-from headstart.engines.base import Engine, States
+from headstart.engines.base import Engine, Refused, States, Use
 from headstart.engines.load import open_engine
 from headstart.engines.weights import pick_device, pick_dtype
 from headstart.errors import GateError, UserError
@@ -52,10 +52,11 @@ def run(context: Context) -> None:
     boundaries = check_boundaries(settings.aux_layers, anatomy.required("num_layers"))
     samples = read_samples(context.parent("conversations").file("samples.parquet"))
     shards = {store.shard_name(i): part for i, part in enumerate(store.plan_shards(samples, settings.shard_tokens))}
+    images = media.check(sample.media for sample in samples)
     with context.create() as build:
         missing = {name: part for name, part in shards.items() if store.read_header(build.file(name)) is None}
         check_disk(build.path, sum(map(_tokens, missing.values())), len(boundaries), anatomy, target, settings)
-        engine = open_engine(target)
+        engine = open_engine(target, replace(_use(samples, boundaries, settings), media=images))
         try:
             work = _Work(engine, engine.head(), boundaries, settings)
             _prove(context, build, work, samples)
@@ -63,6 +64,11 @@ def run(context: Context) -> None:
         finally:
             engine.close()
         _finish(build, list(shards), samples)
+
+
+def _use(samples: list[Sample], boundaries: tuple[int, ...], settings: config.Capture) -> Use:
+    longest = max(len(sample.input_ids) for sample in samples)
+    return Use(longest, batch_tokens=settings.batch_tokens, boundaries=boundaries)
 
 
 def check_disk(
@@ -90,7 +96,7 @@ def stored_dtype(target: config.Target, settings: config.Capture) -> torch.dtype
 def _prove(context: Context, build: Build, work: _Work, samples: list[Sample]) -> None:
     """The identity check, and what it was made with, before the first shard."""
     work.head.save(build.path)
-    identity = check_identity(work.engine, work.head, _probes(samples), work.settings.batch_tokens)
+    identity = check_identity(work.engine, work.head, _probes(samples), work.boundaries, work.settings.batch_tokens)
     context.events.say(
         f"  identity: rebuilt logits are the target's own (max |dp| {identity.max_dp:.1e}, "
         f"argmax agreement {100 * identity.argmax_agreement:.1f} % of {identity.tokens} tokens)"
@@ -123,7 +129,11 @@ def _one_shard(path: Path, part: list[Sample], work: _Work, bar: Progress) -> di
     kept: dict[str, States] = {}
     dropped: dict[str, str] = {}
     for captured in work.engine.capture(part, work.boundaries, work.settings.batch_tokens):
-        sample, states = wanted[captured.id], _stored(captured, work.settings)
+        sample = wanted[captured.id]
+        if isinstance(captured, Refused):
+            dropped[sample.id] = f"the engine refused it: {captured.why}"
+            continue
+        states = _stored(captured, work.settings)
         if reason := fault(sample, states):  # after the cast: a narrow type may have overflowed
             dropped[sample.id] = reason
         else:
@@ -178,11 +188,17 @@ def _dropped(shards: list[Path]) -> dict[str, str]:
 
 
 def _probes(samples: list[Sample]) -> list[Sample]:
-    """A few samples for the identity check, cut short: rows do not depend on what follows them."""
+    """A few samples for the identity check, cut short: rows do not depend on what follows them.
+
+    Of those with images their answers alone, which are text: any tokens do here.
+    """
     cut = []
     for sample in samples[:PROBES]:
-        ids, mask = sample.input_ids[:PROBE_TOKENS], sample.supervised[:PROBE_TOKENS]
-        cut.append(Sample(sample.id, sample.conversation, sample.source, sample.split, ids, mask, sample.finish))
+        ids, mask = sample.input_ids, sample.supervised
+        if sample.media:
+            ids, mask = ids[mask], mask[mask]
+        text = {"media": (), "sent": None}
+        cut.append(replace(sample, input_ids=ids[:PROBE_TOKENS], supervised=mask[:PROBE_TOKENS], **text))
     return cut
 
 

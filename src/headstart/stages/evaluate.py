@@ -1,29 +1,34 @@
 """evaluate: draft and states to scores: acceptance from held-out states, then real decoding of held-out prompts.
 
 Each prompt is decoded by the target alone, with the trained draft, and with the draft as it was before training. The
-scores hold measured times, so no other artifact is made from them.
+scores hold measured times, so no other artifact is made from them. A target that only vLLM loads is answered by it, and
+the drafts are replayed over the states of its answers. With evaluate.engine = "vllm" the trained draft is then served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from headstart import files
 from headstart.artifact import Artifact, Build
-from headstart.config import Evaluate
+from headstart.config import Evaluate, Run
 from headstart.data.templates import Template
 from headstart.drafts.checkpoint import load_draft, read_shape
 from headstart.drafts.eagle3 import Eagle3
-from headstart.engines.base import EngineInfo
+from headstart.engines.base import Decoding, Engine, EngineInfo, Use
 from headstart.engines.load import open_engine
+from headstart.engines.vllm import served
 from headstart.errors import UserError
-from headstart.evaluation import scores
+from headstart.evaluation import replay, scores, serving_words
 from headstart.evaluation.bench import Answer, AnswerLog, Bench
+from headstart.evaluation.check import ServingCheck, reference_of
 from headstart.evaluation.decode import Limits
 from headstart.evaluation.offline import offline_acceptance
 from headstart.evaluation.prompts import STATEMENT, EvalPrompt, PromptSet, load_sets
+from headstart.evaluation.replay import Replay
 from headstart.pipeline import Context
 from headstart.target.head import TargetHead
 from headstart.target.source import resolve
@@ -43,28 +48,60 @@ def run(context: Context) -> None:
     settings, target, parents = context.run.evaluate, context.run.target, context.parents()
     template = Template.load(resolve(target.model, target.revision), trust_remote_code=target.trust_remote_code)
     sets = load_sets(settings.prompts, settings.max_prompts, template)
+    prompts = [prompt for chosen in sets for prompt in chosen.prompts]
+    limits = Limits(settings.max_new_tokens, frozenset(template.end_ids))
     drafts = _load_drafts(parents, settings)
     _check_lengths(sets, drafts["trained"].shape.max_positions, settings)
+    _check_vllm(context.run)
     _tell_depth(context, parents["draft"])
     with context.create() as build:
-        engine = open_engine(target)
+        engine = open_engine(target, _use(context.run, prompts, drafts["trained"]))
         try:
-            drafts = {name: draft.to(engine.info.device) for name, draft in drafts.items()}
-            offline = _offline(context, build, drafts, parents["states"])
-            session = engine.session(drafts["trained"].shape.aux_layers)
-            limits = Limits(settings.max_new_tokens, frozenset(template.end_ids))
-            bench = Bench(session, drafts, limits, settings.draft_tokens, settings.seed)
-            answers = _decode(context, build, bench, [prompt for chosen in sets for prompt in chosen.prompts])
+            info = engine.info
+            offline, answers = _measure(context, build, engine, drafts, limits, prompts)
         finally:
             engine.close()
         rows = scores.score_rows(answers, settings.draft_tokens, settings.seed)
+        result = _result(settings, info, sets, rows, offline)
+        if settings.engine == "vllm":
+            check = ServingCheck(context.run, prompts, template.end_ids, drafts, build.scratch, context.events)
+            result["serving"] = check.measure(reference_of(answers, result["method"]))
         scores.write_prompts(build.file("prompts.parquet"), answers)
-        files.write_json(build.file("scores.json"), _result(settings, engine.info, sets, rows, offline))
-        build.counts.update(
-            prompts=sum(len(chosen.prompts) for chosen in sets), tokens=sum(len(answer.ids) for answer in answers)
-        )
-        build.facts.update(engine=asdict(engine.info), sources={chosen.name: chosen.facts for chosen in sets})
-        _tell(context, rows, offline)
+        files.write_json(build.file("scores.json"), result)
+        build.counts.update(prompts=len(prompts), tokens=sum(len(answer.ids) for answer in answers))
+        build.facts.update(engine=asdict(info), sources={chosen.name: chosen.facts for chosen in sets})
+        _tell(context, result)
+
+
+def _use(run: Run, prompts: Sequence[EvalPrompt], draft: Eagle3) -> Use:
+    return Use(
+        longest=max(len(prompt.ids) for prompt in prompts) + run.evaluate.max_new_tokens,
+        batch_size=replay.TOGETHER,
+        batch_tokens=run.capture.batch_tokens,
+        boundaries=draft.shape.aux_layers,
+    )
+
+
+def _measure(
+    context: Context,
+    build: Build,
+    engine: Engine,
+    drafts: dict[str, Eagle3],
+    limits: Limits,
+    prompts: Sequence[EvalPrompt],
+) -> tuple[dict[str, Any], list[Answer]]:
+    """What is found while the target is loaded: acceptance on held-out states, and the answers to the prompts."""
+    settings, states = context.run.evaluate, context.parent("states")
+    if context.run.target.engine == "vllm":
+        drafts = replay.on_spare_device(drafts)
+        walks = Replay(engine, drafts, limits, settings.draft_tokens, context.run.capture.batch_tokens)
+        return _offline(context, build, drafts, states), _replay(context, build, walks, prompts)
+    drafts = {name: draft.to(engine.info.device) for name, draft in drafts.items()}
+    offline = _offline(context, build, drafts, states)
+    session = cast(Decoding, engine).session(drafts["trained"].shape.aux_layers)
+    return offline, _decode(
+        context, build, Bench(session, drafts, limits, settings.draft_tokens, settings.seed), prompts
+    )
 
 
 def _load_drafts(parents: dict[str, Artifact], settings: Evaluate) -> dict[str, Eagle3]:
@@ -84,6 +121,23 @@ def _check_lengths(sets: Sequence[PromptSet], max_positions: int, settings: Eval
             looked_for=f"at most {max_positions}, the target's limit",
             do="lower evaluate.max_new_tokens or evaluate.draft_tokens, or take shorter prompts",
         )
+
+
+def _check_vllm(run: Run) -> None:
+    """What vLLM could not do, before anything is loaded."""
+    temperatures = run.evaluate.temperatures
+    if run.target.engine == "vllm" and any(temperatures):
+        raise UserError(
+            f"evaluate.temperatures = {list(temperatures)}: drafts of a target that runs in vLLM are measured greedily",
+            looked_for="evaluate.temperatures = [0.0]",
+        )
+    if run.evaluate.engine == "vllm":
+        if 0 not in temperatures:
+            raise UserError(
+                "evaluate.engine = vllm compares greedy answers, and evaluate.temperatures has no 0",
+                do="add 0.0 to evaluate.temperatures",
+            )
+        served.way_of(run.target)
 
 
 def _tell_depth(context: Context, draft: Artifact) -> None:
@@ -125,11 +179,31 @@ def _decode(context: Context, build: Build, bench: Bench, prompts: Sequence[Eval
     return [answer for prompt, temperature in tasks for answer in log.found[prompt.key, temperature]]
 
 
+def _replay(context: Context, build: Build, walks: Replay, prompts: Sequence[EvalPrompt]) -> list[Answer]:
+    """All answers, by prompt, in blocks; what an earlier attempt finished is read from its log."""
+    log = AnswerLog(build.scratch / LOG)
+    left = [prompt for prompt in prompts if (prompt.key, 0.0) not in log.found]
+    done = len(prompts) - len(left)
+    with context.events.progress("evaluate", len(prompts), "prompts", done) as progress:
+        for block in _blocks(left):
+            for prompt, answers in zip(block, walks.measure(block), strict=True):
+                log.append((prompt.key, 0.0), answers)
+                progress.advance(1)
+    return [answer for prompt in prompts for answer in log.found[prompt.key, 0.0]]
+
+
+def _blocks(prompts: Iterable[EvalPrompt]) -> Iterator[list[EvalPrompt]]:
+    rest = iter(prompts)
+    while block := list(itertools.islice(rest, replay.TOGETHER)):
+        yield block
+
+
 def _result(
     settings: Evaluate, info: EngineInfo, sets: Sequence[PromptSet], rows: list[dict[str, Any]], offline: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "target": asdict(info),
+        "method": "walk" if info.name == "vllm" else "decoder",
         "draft_tokens": settings.draft_tokens,
         "max_new_tokens": settings.max_new_tokens,
         "prompts": STATEMENT,
@@ -139,7 +213,9 @@ def _result(
     }
 
 
-def _tell(context: Context, rows: list[dict[str, Any]], offline: dict[str, Any]) -> None:
-    context.events.say(f"  {STATEMENT}; K = {context.run.evaluate.draft_tokens}\n{scores.table(rows)}")
-    for line in [*scores.mismatch_lines(rows), *scores.offline_lines(offline)]:
+def _tell(context: Context, result: dict[str, Any]) -> None:
+    rows = result["rows"]
+    context.events.say(f"  {STATEMENT}; K = {result['draft_tokens']}\n{scores.table(rows)}")
+    served_lines = serving_words.lines(result["serving"]) if "serving" in result else []
+    for line in [*scores.mismatch_lines(rows), *scores.offline_lines(result["offline"]), *served_lines]:
         context.events.say(f"  {line}")

@@ -16,20 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart import files
-from headstart.config import Target
 from headstart.drafts.checkpoint import load_draft
 from headstart.drafts.eagle3 import DraftCache, Eagle3
 from headstart.errors import GateError
 from headstart.formats import common, speculators, tensors, vllm
 from headstart.formats.common import ExportFacts
+from headstart.formats.facts import target_facts
 from headstart.pipeline import Context
 from headstart.target.head import TargetHead
-from headstart.target.source import SHIPPED, resolve
 
 FORMATS: dict[str, ModuleType] = {"vllm": vllm, "speculators": speculators}
 _PROBE_ROWS = 12
-_TEXT = ("text_config", "llm_config", "language_config")
 
 
 def run(context: Context) -> None:
@@ -43,7 +40,7 @@ def run(context: Context) -> None:
     parents = context.parents()
     head = TargetHead.read(parents["states"].path)
     draft = load_draft(parents["draft"].path, head)
-    facts = target_facts(context)
+    facts = target_facts(context.run)
     with context.create() as build:
         for name in formats:
             folder = build.file(name)
@@ -54,24 +51,6 @@ def run(context: Context) -> None:
         build.facts["dtype"] = str(draft.fc.weight.dtype).removeprefix("torch.")
         build.facts["serve"] = serve_command(context.path, formats, facts)
         _tell(context, build.counts, build.facts, formats)
-
-
-def target_facts(context: Context) -> ExportFacts:
-    """What the exports say of the target, from its config.json."""
-    settings = context.run.target
-    folder = resolve(settings.model, settings.revision, weights=False)
-    config = files.read_json(folder / common.CONFIG)
-    text = next((config[name] for name in _TEXT if isinstance(config.get(name), dict)), config)
-    ends = text.get("eos_token_id", config.get("eos_token_id"))
-    return ExportFacts(
-        target=_served_name(settings, folder),
-        architectures=tuple(config.get("architectures") or ()),
-        target_type=text.get("model_type") or config["model_type"],
-        bos_id=text.get("bos_token_id", config.get("bos_token_id")),
-        eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
-        draft_tokens=context.run.evaluate.draft_tokens,
-        embed_tokens=context.run.export.embed_tokens,
-    )
 
 
 def read_back(name: str, folder: Path, draft: Eagle3, head: TargetHead) -> dict[str, Any]:
@@ -121,11 +100,6 @@ def serve_command(path: Path, formats: Sequence[str], facts: ExportFacts) -> str
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
-
-
-def _served_name(settings: Target, folder: Path) -> str:
-    local = settings.model == SHIPPED or Path(settings.model).expanduser().exists()
-    return str(folder) if local else settings.model
 
 
 def _verdicts(name: str, folder: Path) -> dict[str, list[str]]:

@@ -18,6 +18,7 @@ from headstart import files
 from headstart.config import Data
 from headstart.data import pool, rows, selection, sources
 from headstart.data import tally as drops
+from headstart.data.content import media_of
 from headstart.data.reading import Candidate, Reading
 from headstart.data.tally import Tally
 from headstart.data.templates import Template, TemplateRefused
@@ -91,7 +92,10 @@ def _fitting(reading: Reading, template: Template, data: Data, events: Events) -
 
 
 def _check_prompt(messages: Sequence[Message], template: Template, limit: int) -> None:
-    """Raises Unusable: the template refuses the conversation, or its first prompt has more than `limit` tokens."""
+    """Raises Unusable: the template refuses the conversation or its images, or the first prompt has more than `limit` tokens
+    (an image counts as the few that mark its place)."""
+    if media_of(messages) and not template.places_images:
+        raise sources.Unusable(drops.IMAGES)
     first = next(i for i, message in enumerate(messages) if message["role"] == "user") + 1
     try:
         prompt = template.prompt_ids(messages[:first])
@@ -151,6 +155,7 @@ def _counts(reading: Reading, fitting: int, conversations: Sequence[Conversation
         "kept": len(conversations),
         "not_chosen": fitting - len(conversations),
         "splits": _splits(conversations),
+        **_images(conversations),
         "dropped": tally.dropped(),
         "contaminated": dict(reading.contaminated),
         "sources": {name: _source_counts(tally, name, conversations) for name in tally.sources},
@@ -166,6 +171,12 @@ def _source_counts(tally: Tally, name: str, conversations: Sequence[Conversation
 def _splits(conversations: Sequence[Conversation]) -> dict[str, int]:
     found = Counter(conversation.split for conversation in conversations)
     return {"train": found["train"], "validation": found["validation"]}
+
+
+def _images(conversations: Sequence[Conversation]) -> dict[str, int]:
+    """How many images there are; nothing where there are none."""
+    found = sum(len(media_of(conversation.messages)) for conversation in conversations)
+    return {"images": found} if found else {}
 
 
 def _facts(reading: Reading, folder: Path) -> dict[str, Any]:

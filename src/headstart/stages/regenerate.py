@@ -8,45 +8,31 @@ data are used as they stand, and no model is loaded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headstart.artifact import Build
-from headstart.config import Run
-from headstart.data import rows
+from headstart.data import media, rows
 from headstart.data.answers import AnswerLog
 from headstart.data.asking import Asker
+from headstart.data.content import media_of
+from headstart.data.dialogue import TOO_LONG, Dialogue, asks, sample, sample_of, take
 from headstart.data.templates import Template, TemplateRefused
-from headstart.data.turns import Rendered, Turn, cut, merge_turns
-from headstart.engines.base import Engine
+from headstart.data.turns import Turn, cut, merge_turns
+from headstart.engines.base import Engine, Use
 from headstart.engines.load import open_engine
 from headstart.errors import UserError
 from headstart.pipeline import Context
 from headstart.target import source
-from headstart.types import Completion, Conversation, Finish, Message, Prompt, Sample
+from headstart.types import Conversation, Prompt, Sample
 
 LOG = "answers.jsonl"
 MANY_TRUNCATED = 0.1  # share of the answers from which on a person is told
-TOO_LONG = "prompt leaves no room within max_length"
 REFUSED = "chat template refused"
-TRUNCATED = "answer truncated"
 EMPTY = "nothing to train on"
-
-
-@dataclass
-class Dialogue:
-    """A conversation being answered. `asks`: what is said before each answer; `ended`: why no further turn is asked."""
-
-    conversation: Conversation
-    asks: list[list[Message]]
-    messages: list[Message] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    finishes: list[Finish] = field(default_factory=list)
-    ended: str | None = None
+NOT_TAKEN = "the engine refused the prompt"
 
 
 @dataclass
@@ -68,12 +54,15 @@ def run(context: Context) -> None:
         GateError: the engine answered something else than what it was asked.
     """
     conversations = rows.read_conversations(context.parent("prompts").file("conversations.parquet"))
+    images = media.check(media_of(conversation.messages) for conversation in conversations)
     tally = Tally()
     with context.create() as build:
         if context.run.data.answers == "keep":
+            _refuse_images(images)
             samples = _keep(context, build, conversations, tally)
         else:
-            samples = _regenerate(context, build, conversations, tally)
+            use = Use(context.run.data.max_length, context.run.regenerate.batch_size, media=images)
+            samples = _regenerate(context, build, conversations, tally, use)
         samples.sort(key=lambda sample: sample.id)
         build.counts |= _counts(conversations, samples, tally)
         if not samples:
@@ -83,6 +72,14 @@ def run(context: Context) -> None:
 
 
 # --- answers given in the data ---
+
+
+def _refuse_images(images: Mapping[str, int]) -> None:
+    if images:
+        raise UserError(
+            "data.answers = 'keep' cannot be used with images: only an engine knows how many tokens an image is",
+            do="set data.answers = 'regenerate' and target.engine = 'vllm'",
+        )
 
 
 def _keep(context: Context, build: Build, conversations: Sequence[Conversation], tally: Tally) -> list[Sample]:
@@ -101,7 +98,7 @@ def _kept(conversation: Conversation, template: Template, max_length: int, tally
     except TemplateRefused:
         tally.dropped[REFUSED] += 1
         return []
-    whole = [_sample(conversation, item, "given") for item in merge_turns(turns)]
+    whole = [sample(conversation, item, "given") for item in merge_turns(turns)]
     kept = [short for sample in whole if (short := cut(sample, max_length)) is not None]
     tally.finish["given"] += len(turns)
     tally.inexact += sum(not turn.exact for turn in turns)
@@ -116,30 +113,19 @@ def _kept(conversation: Conversation, template: Template, max_length: int, tally
 # --- answers of the target ---
 
 
-def _regenerate(context: Context, build: Build, conversations: Sequence[Conversation], tally: Tally) -> list[Sample]:
-    engine = open_engine(context.run.target, context.run.regenerate.batch_size)
+def _regenerate(
+    context: Context, build: Build, conversations: Sequence[Conversation], tally: Tally, use: Use
+) -> list[Sample]:
+    engine = open_engine(context.run.target, use)
     try:
         template = _open_template(context, build, engine.folder)
         build.facts["engine"] = asdict(engine.info)
         log = AnswerLog(build.scratch / LOG, build.facts["target"])
-        dialogues = [Dialogue(conversation, _asks(conversation.messages)) for conversation in conversations]
+        dialogues = [Dialogue(conversation, asks(conversation.messages)) for conversation in conversations]
         _answer_all(context, engine, template, log, dialogues)
     finally:
         engine.close()
     return [sample for dialogue in dialogues for sample in _collected(dialogue, tally)]
-
-
-def _asks(messages: Sequence[Message]) -> list[list[Message]]:
-    """What is said before each answer. Ends at the first tool result: the target did not make that call."""
-    asks: list[list[Message]] = [[]]
-    for message in messages:
-        if message["role"] == "assistant":
-            asks.append([])
-        elif message["role"] == "tool":
-            break
-        else:
-            asks[-1].append(message)
-    return [said for said in asks if any(message["role"] == "user" for message in said)]
 
 
 def _answer_all(
@@ -155,7 +141,10 @@ def _answer_all(
             asked = [(prompt, item) for item in live if (prompt := _prompt(item, template, asker, number))]
             by_id = {prompt.id: dialogue for prompt, dialogue in asked}
             for completion in asker.answers([prompt for prompt, _ in asked]):
-                _take(by_id[completion.id], completion, template, context.run)
+                take(by_id[completion.id], completion, template, context.run)
+            for prompt in asker.refused.keys() & by_id.keys():
+                by_id[prompt].turns.pop()
+                by_id[prompt].ended = NOT_TAKEN
             bar.advance(longest * _given_up(live, number))
     _tell_speed(context, asker)
 
@@ -171,24 +160,15 @@ def _prompt(dialogue: Dialogue, template: Template, asker: Asker, number: int) -
     if not asker.room(ids):
         dialogue.ended = TOO_LONG
         return None
-    dialogue.turns.append(Turn(ids, ()))
-    return Prompt(f"{dialogue.conversation.id}:{number:02d}", ids)
+    images = media_of(dialogue.messages)
+    dialogue.turns.append(Turn(ids, (), sent=ids if images else None))
+    return Prompt(f"{dialogue.conversation.id}:{number:02d}", ids, images)
 
 
 def _given_up(live: Sequence[Dialogue], number: int) -> int:
     """Turns that will not be asked since their conversation ended in this round."""
     ended = (dialogue for dialogue in live if dialogue.ended is not None)
     return sum(len(dialogue.asks) - max(number, len(dialogue.turns)) for dialogue in ended)
-
-
-def _take(dialogue: Dialogue, completion: Completion, template: Template, run: Run) -> None:
-    """Add an answer to its conversation; the prompt was put there when it was rendered."""
-    dialogue.turns[-1] = Turn(dialogue.turns[-1].prompt, completion.ids)
-    dialogue.finishes.append(completion.finish)
-    dialogue.messages.append({"role": "assistant", "content": template.answer_text(completion.ids)})
-    if completion.finish == "length" and run.regenerate.truncated == "drop":
-        dialogue.turns[-1] = Turn(dialogue.turns[-1].prompt, ())
-        dialogue.ended = TRUNCATED
 
 
 def _collected(dialogue: Dialogue, tally: Tally) -> list[Sample]:
@@ -198,7 +178,7 @@ def _collected(dialogue: Dialogue, tally: Tally) -> list[Sample]:
         tally.dropped[dialogue.ended or EMPTY] += 1
     elif dialogue.ended is not None:
         tally.shortened[dialogue.ended] += 1
-    return [_sample(dialogue.conversation, item, dialogue.finishes[item.turns[-1]]) for item in merged]
+    return [sample_of(dialogue, item) for item in merged]
 
 
 # --- both ---
@@ -210,18 +190,6 @@ def _open_template(context: Context, build: Build, folder: Path) -> Template:
     context.events.say(tested.text)
     build.facts |= {"target": source.fingerprint(folder), "template": asdict(tested), "end_ids": list(template.end_ids)}
     return template
-
-
-def _sample(conversation: Conversation, rendered: Rendered, finish: Finish) -> Sample:
-    return Sample(
-        id=f"{conversation.id}:{rendered.turns[0]:02d}",
-        conversation=conversation.id,
-        source=conversation.source,
-        split=conversation.split,
-        input_ids=np.asarray(rendered.ids, dtype=np.int32),
-        supervised=np.asarray(rendered.supervised, dtype=np.bool_),
-        finish=finish,
-    )
 
 
 def _counts(conversations: Sequence[Conversation], samples: Sequence[Sample], tally: Tally) -> dict[str, Any]:
@@ -254,6 +222,9 @@ def _tell_speed(context: Context, asker: Asker) -> None:
     """Times go to the events alone: a manifest is the same whenever it was made."""
     counted = {"asked": asker.asked, "tokens": asker.tokens, "prompt_tokens": asker.prompt_tokens}
     context.events.emit("generated", **counted, seconds=round(asker.seconds, 3))
+    if asker.refused:
+        prompt, why = next(iter(asker.refused.items()))
+        context.events.say(f"note: the engine refused {len(asker.refused)} prompts; the first, {prompt}: {why}")
     if asker.asked:
         rate = asker.tokens / max(asker.seconds, 1e-9)
         context.events.say(f"regenerate: {asker.asked} answers, {asker.tokens:,} tokens, {rate:,.1f} tokens/s")

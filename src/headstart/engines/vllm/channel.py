@@ -1,0 +1,72 @@
+"""The host's two pipes and its end: commands that stop coming end it, whatever vLLM is doing. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+WORKERS_WITHIN = 3.0  # seconds for workers to end by themselves
+
+
+class Channel:
+    """The two pipes. A thread reads the commands, so that their end is noticed whatever vLLM is doing."""
+
+    def __init__(self, commands: int, events: int, scratch: Path) -> None:
+        self._events = os.fdopen(events, "w", encoding="utf-8")
+        self._commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._scratch = scratch
+        threading.Thread(target=self._read, args=(commands,), daemon=True).start()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        self._events.write(json.dumps({"event": event, **fields}) + "\n")
+        self._events.flush()
+
+    def next(self) -> dict[str, Any]:
+        return self._commands.get()
+
+    def _read(self, commands: int) -> None:
+        with os.fdopen(commands, encoding="utf-8") as lines:
+            for line in lines:
+                self._commands.put(json.loads(line))
+        end(self._scratch)
+
+
+def one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def end(scratch: Path) -> None:
+    """End this process and the workers it started, leaving nothing in memory.
+
+    The workers are in our process group. Python's resource tracker is too: it removes shared memory once all others have gone.
+    """
+    shutil.rmtree(scratch, ignore_errors=True)
+    deadline = time.monotonic() + WORKERS_WITHIN
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for worker in workers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, number)
+        while workers() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    os._exit(0)
+
+
+def workers() -> list[int]:
+    """The other processes of our group, but for resource trackers and those that have ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            tracker = b"resource_tracker" in (folder / "cmdline").read_bytes()
+            if int(group) == os.getpgrp() and state != "Z" and int(folder.name) != os.getpid() and not tracker:
+                found.append(int(folder.name))
+    return found

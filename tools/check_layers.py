@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent / "src"
 LIGHT = (
     *("cli", "config", "errors", "events", "files", "artifact", "pipeline", "rundir"),
-    *("target.anatomy", "target.layers", "target.source"),
+    *("target.anatomy", "target.layers", "target.source", "doctor.doctor", "doctor.show", "remote.command"),
 )
 HEAVY = {
     *("torch", "transformers", "tokenizers", "datasets", "vllm", "matplotlib", "pyarrow", "numpy", "safetensors"),

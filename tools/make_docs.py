@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the pages of docs/ that come from code: settings.md and cli.md.
+"""Writes the pages of docs/ that come from code: settings.md, cli.md, patch-speculators.md and kimi-k2.5.md.
 
 With --check, writes nothing, and exits 1 when a page is out of date.
 """
@@ -19,6 +19,8 @@ for _forces_color in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
 
 from typer.testing import CliRunner  # noqa: E402
 
+import kimi_page  # noqa: E402
+import patch_page  # noqa: E402
 from headstart import config  # noqa: E402
 from headstart.cli import app  # noqa: E402
 from headstart.config import Run, SettingDoc  # noqa: E402
@@ -68,7 +70,12 @@ def cli_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {"settings.md": settings_page, "cli.md": cli_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "cli.md": cli_page,
+    "patch-speculators.md": lambda: patch_page.page(NOTE),
+    "kimi-k2.5.md": lambda: kimi_page.page(NOTE),
+}
 
 
 def _is_current(path: Path, text: str) -> bool:

@@ -20,7 +20,8 @@ test-fast: $(READY)       ## the tests that need seconds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-vllm016: $(READY) $(READY016)  ## capture in the real vLLM 0.16.0, in an environment of its own (8 GB; not part of CI)
-	HEADSTART_VLLM016=$(abspath $(VENV016)/bin/python) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/vllm016
+	HEADSTART_VLLM016=$(abspath $(VENV016)/bin/python) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/vllm016 \
+		-o junit_family=xunit1 --junitxml=$(VENV016)/report.xml  # with the largest differences that were found
 
 check: $(READY)           ## lint, format, types, layers, generated docs
 	$(BIN)/ruff check src tests tools

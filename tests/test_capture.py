@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fixtures_models import save_gemma, save_llama, save_shallow, save_wrapper
-from fixtures_states import answered, open_tiny
+from fixtures_states import AUX, answered, open_tiny
 from headstart import artifact, config
 from headstart.data import store
 from headstart.data.gates import fault
 from headstart.data.identity import check_identity, what_is
 from headstart.data.rows import write_samples
 from headstart.data.store import StateStore
-from headstart.engines.base import States
+from headstart.engines.base import Refused, States
 from headstart.engines.transformers import TransformersEngine
 from headstart.errors import GateError, UserError
 from headstart.events import Events
@@ -137,12 +137,12 @@ def one_early(engine: TransformersEngine):
 def test_identity_names_the_wrong_state(engine: TransformersEngine, samples: list[Sample], plant, named: str) -> None:
     """Case C28."""
     with pytest.raises(GateError) as refused:
-        check_identity(Tampering(engine, plant(engine)), engine.head(), samples[:3], 512)  # type: ignore[arg-type]
+        check_identity(Tampering(engine, plant(engine)), engine.head(), samples[:3], AUX, 512)  # type: ignore[arg-type]
     assert f"is {named}" in str(refused.value)
 
 
 def test_identity_passes_and_names_the_right_state(engine: TransformersEngine, samples: list[Sample]) -> None:
-    found = check_identity(engine, engine.head(), samples[:3], 512)
+    found = check_identity(engine, engine.head(), samples[:3], AUX, 512)
     assert found.max_dp < 1e-5
     assert found.argmax_agreement == 1.0
     n = engine.info.num_layers
@@ -153,7 +153,7 @@ def test_identity_finds_a_wrong_head(engine: TransformersEngine, samples: list[S
     head = engine.head()
     wrong = replace(head, norm_weight=head.norm_weight + 1)
     with pytest.raises(GateError, match="not the target's own"):
-        check_identity(engine, wrong, samples[:2], 512)
+        check_identity(engine, wrong, samples[:2], AUX, 512)
 
 
 def zeros(states: States) -> States:
@@ -210,7 +210,7 @@ def test_bad_samples_below_the_budget_are_left_out_by_name(
     engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant
 ) -> None:
     tampering = Tampering(engine, planted(plant, {"p007"}))
-    monkeypatch.setattr(capture, "open_engine", lambda target: tampering)
+    monkeypatch.setattr(capture, "open_engine", lambda *_: tampering)
     capture.run(context_for(tmp_path, engine.folder, samples, "capture.max_bad_fraction=0.1"))
     made, opened = states_of(tmp_path)
     assert set(made.counts["dropped"]) == {"p007"}
@@ -222,7 +222,7 @@ def test_bad_samples_above_the_budget_stop_the_run(
     engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tampering = Tampering(engine, planted(nan, {"p007", "p008"}))
-    monkeypatch.setattr(capture, "open_engine", lambda target: tampering)
+    monkeypatch.setattr(capture, "open_engine", lambda *_: tampering)
     with pytest.raises(GateError, match="2 of 12 samples") as refused:
         capture.run(context_for(tmp_path, engine.folder, samples, "capture.max_bad_fraction=0.1"))
     assert "p007: last is not finite" in str(refused.value)
@@ -236,10 +236,50 @@ def test_an_engine_that_loses_a_sample_is_found_out(
         def capture(self, samples, boundaries, batch_tokens):
             return (states for states in self.engine.capture(samples, boundaries, batch_tokens) if states.id != "p003")
 
-    monkeypatch.setattr(capture, "open_engine", lambda target: Losing(engine, None))
+    monkeypatch.setattr(capture, "open_engine", lambda *_: Losing(engine, None))
     monkeypatch.setattr(capture, "PROBES", 2)
     with pytest.raises(GateError, match="p003: the engine returned nothing"):
         capture.run(context_for(tmp_path, engine.folder, samples))
+
+
+def test_a_sample_that_the_engine_refuses_is_left_out_with_its_reason(
+    engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(Tampering):
+        def capture(self, samples, boundaries, batch_tokens):
+            for states in self.engine.capture(samples, boundaries, batch_tokens):
+                yield Refused(states.id, "too long") if states.id == "p007" else states
+
+    monkeypatch.setattr(capture, "open_engine", lambda *_: Refusing(engine, None))
+    capture.run(context_for(tmp_path, engine.folder, samples, "capture.max_bad_fraction=0.1"))
+    made, opened = states_of(tmp_path)
+    assert made.counts["dropped"] == {"p007": "the engine refused it: too long"}
+    assert len(opened.entries) == len(samples) - 1
+
+
+def test_a_refused_probe_stops_before_the_first_shard(
+    engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(Tampering):
+        def capture(self, samples, boundaries, batch_tokens):
+            return iter([Refused(samples[0].id, "no room")])
+
+    monkeypatch.setattr(capture, "open_engine", lambda *_: Refusing(engine, None))
+    with pytest.raises(GateError, match="refused the probe p000: no room"):
+        capture.run(context_for(tmp_path, engine.folder, samples))
+
+
+def test_an_engine_with_fixed_boundaries_still_says_that_the_state_is_wrong(
+    engine: TransformersEngine, samples: list[Sample]
+) -> None:
+    class Fixed(Tampering):
+        def capture(self, samples, boundaries, batch_tokens):
+            if tuple(boundaries) != AUX:
+                raise UserError("started with others")
+            return super().capture(samples, boundaries, batch_tokens)
+
+    with pytest.raises(GateError, match="captures no other boundary"):
+        check_identity(Fixed(engine, post_norm(engine)), engine.head(), samples[:2], AUX, 512)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
@@ -247,7 +287,7 @@ def test_only_the_damaged_shard_is_captured_again(
     engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     context = context_for(tmp_path, engine.folder, samples)
-    monkeypatch.setattr(capture, "open_engine", lambda target: Tampering(engine, lambda states: states))
+    monkeypatch.setattr(capture, "open_engine", lambda *_: Tampering(engine, lambda states: states))
     monkeypatch.setattr(capture, "_finish", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         capture.run(context)
@@ -264,7 +304,7 @@ def test_only_the_damaged_shard_is_captured_again(
         asked.append(states.id)
         return states
 
-    monkeypatch.setattr(capture, "open_engine", lambda target: Tampering(engine, noting))
+    monkeypatch.setattr(capture, "open_engine", lambda *_: Tampering(engine, noting))
     capture.run(context)
     made, opened = states_of(tmp_path)
     assert (made.path / store.shard_name(0)).stat().st_mtime_ns == intact
@@ -285,7 +325,7 @@ def test_wrong_aux_layers_are_refused_before_the_target_is_loaded(
     aux: str,
     said: str,
 ) -> None:
-    monkeypatch.setattr(capture, "open_engine", lambda target: pytest.fail("loaded"))
+    monkeypatch.setattr(capture, "open_engine", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match=said):
         capture.run(context_for(tmp_path, engine.folder, samples, f"capture.aux_layers={aux}"))
 
@@ -303,7 +343,7 @@ def test_a_shallow_target_is_told_which_layers_it_has(tmp_path: Path, samples: l
 def test_a_full_disk_is_refused_before_the_target_is_loaded(
     engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "open_engine", lambda target: pytest.fail("loaded"))
+    monkeypatch.setattr(capture, "open_engine", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"1\.0 kB are free") as refused:
         capture.run(context_for(tmp_path, engine.folder, samples))
@@ -335,7 +375,7 @@ def test_a_state_that_overflows_the_stored_type_is_found(
     engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     huge = Tampering(engine, planted(lambda states: replace(states, aux=states.aux * 1e6), {"p007"}))
-    monkeypatch.setattr(capture, "open_engine", lambda target: huge)
+    monkeypatch.setattr(capture, "open_engine", lambda *_: huge)
     capture.run(context_for(tmp_path, engine.folder, samples, "capture.dtype=float16", "capture.max_bad_fraction=0.1"))
     assert "aux is not finite" in states_of(tmp_path)[0].counts["dropped"]["p007"]
 
@@ -344,7 +384,7 @@ def test_a_shard_of_which_nothing_is_left_still_says_why(
     engine: TransformersEngine, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "PROBES", 1)
-    monkeypatch.setattr(capture, "open_engine", lambda target: Tampering(engine, planted(nan, {"p001"})))
+    monkeypatch.setattr(capture, "open_engine", lambda *_: Tampering(engine, planted(nan, {"p001"})))
     capture.run(
         context_for(tmp_path, engine.folder, samples[:3], "capture.shard_tokens=1", "capture.max_bad_fraction=0.5")
     )

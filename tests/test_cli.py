@@ -18,7 +18,7 @@ from headstart import __version__, cli
 REPOSITORY = Path(__file__).parent.parent
 VERBS = (
     *("run", "prepare", "regenerate", "vocab", "capture", "train", "evaluate", "export"),
-    *("status", "config", "inspect", "report", "demo"),
+    *("status", "config", "inspect", "doctor", "estimate", "report", "remote", "patch-speculators", "demo"),
 )
 STAGES = VERBS[1:8]
 OPTIONAL = "optional-dependencies"
@@ -146,6 +146,13 @@ def test_a_misspelt_setting_gets_its_suggestion(file: Path) -> None:
     for verb in ("config", "run", "train", "status"):
         assert refused(verb, file, "-s", "train.epoch=3") == expected
     assert refused("demo", "-s", "train.epoch=3", folder=file.parent) == expected
+
+
+def test_evaluate_takes_an_engine(file: Path) -> None:
+    (wrong, *_) = refused("evaluate", file, "--engine", "sglang")
+    assert "evaluate.engine = 'sglang'" in wrong
+    accepted = headstart("evaluate", file, "--engine", "vllm")
+    assert "error: evaluate needs" in accepted.stderr
 
 
 def test_files_that_are_not_there(file: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,22 +19,28 @@ from fixtures_models import save_llama
 from fixtures_text import save_tokenizer
 from headstart import artifact, config, files
 from headstart.data import store
+from headstart.data.store import StateStore
 from headstart.data.templates import Template
 from headstart.drafts import checkpoint
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DraftShape
 from headstart.engines.transformers import TransformersEngine
+from headstart.engines.vllm.records import Counters, Served, ServedAnswer
+from headstart.engines.vllm.served import Asked, Drafting
 from headstart.errors import GateError, UserError
-from headstart.evaluation import scores
+from headstart.evaluation import check, scores
 from headstart.evaluation.acceptance import AcceptanceLog
 from headstart.evaluation.bench import Answer, AnswerLog, Bench
 from headstart.evaluation.choice import Greedy
-from headstart.evaluation.decode import Limits, Mismatch, plain_decode
+from headstart.evaluation.decode import Limits, Mismatch, plain_decode, speculative_decode
 from headstart.evaluation.prompts import load_sets
 from headstart.evaluation.speed import Costs, Timing
 from headstart.events import Events
+from headstart.formats import tensors, vllm
+from headstart.formats.common import CONFIG, LAYER_IDS
 from headstart.pipeline import BY_VERB, Context, status
 from headstart.stages import evaluate
+from headstart.training.loop import Trainer
 from headstart.types import Sample
 
 AUX = (2, 3, 4)
@@ -259,6 +266,163 @@ def test_status_names_a_changed_setting(root: Path) -> None:
     assert "evaluate.max_prompts was 2, is 3" in state.why
 
 
+# --- serving ---
+
+
+class FakeVllm:
+    """In place of `served`: our decoder plays vLLM, with the draft that it finds in the exported folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.engine = TransformersEngine(make_run(root).target)
+        self.spoil: Callable[[Path], Any] = lambda folder: None
+        self.turn: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda ids: ids
+        self.started: list[bool] = []
+
+    def way_of(self, target: config.Target) -> None:
+        """It can serve everything."""
+
+    def serve(self, target: config.Target, asked: Asked, drafting: Drafting | None, tell: Any) -> Served:
+        self.started.append(drafting is not None)
+        limits = Limits(asked.max_new_tokens, frozenset(asked.end_ids))
+        answers = []
+        for prompt in asked.prompts:
+            if drafting is None:
+                found = plain_decode(self.engine.session(AUX), prompt.ids, Greedy(), limits)
+                answers.append(ServedAnswer(found.ids, 1.0, None))
+            else:
+                answers.append(self._drafted(prompt.ids, limits, drafting))
+            tell(len(answers[-1].ids))
+        chats = tuple(Template.load(self.engine.folder).prompt_ids(chat) for chat in asked.chats)
+        return Served("0.32.0", "native", "it can", "float32", tuple(answers), chats)
+
+    def _drafted(self, prompt: tuple[int, ...], limits: Limits, drafting: Drafting) -> ServedAnswer:
+        self.spoil(drafting.folder)
+        shape, weights = vllm.read(drafting.folder)
+        draft = tensors.rebuild(shape, weights, self.engine.head().embed)
+        session = self.engine.session(shape.aux_layers)
+        found = speculative_decode(session, draft, prompt, Greedy(), limits, draft_tokens=drafting.draft_tokens)
+        log = found.log
+        per_position = tuple(int((log.accepted > place).sum()) for place in range(drafting.draft_tokens))
+        drafted = drafting.draft_tokens * log.steps
+        return ServedAnswer(
+            self.turn(found.ids), 0.8, Counters(log.steps, drafted, int(sum(log.accepted)), per_position)
+        )
+
+
+@pytest.fixture
+def fake(root: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    made = FakeVllm(root)
+    monkeypatch.setattr(check, "served", made)
+    monkeypatch.setattr(evaluate, "served", made)
+    return made
+
+
+def test_served_as_it_was_trained(root: Path, fake: FakeVllm) -> None:
+    events = Events(root / "events.jsonl", quiet=True)
+    evaluate.run(context_for(root, "evaluate.engine=vllm", events=events))
+    scored = read_scores(root)
+    found, trained = scored["serving"], scored["rows"][1]
+    assert found["tau"] == found["reference"]["tau"] == trained["tau"]
+    assert found["interval"] == found["reference"]["interval"] == trained["interval"]
+    assert found["counters"]["drafts"] == trained["steps"]
+    assert found["reference"] | {"how": "", "tau": 0, "interval": 0} == {
+        "how": "", "tau": 0, "interval": 0, "same_answers": [5, 5]
+    }  # fmt: skip
+    assert found["agreement"]["verdict"] == "agrees"
+    assert found["agreement"]["step_for_step"] == found["identical"] == [5, 5]
+    assert (found["causes"], found["mismatches"], found["other_prompts"]) == ([], [], None)
+    said = (root / "events.jsonl").read_text()
+    assert "decoding step by step gives" in said
+    assert "WARNING" not in said
+
+
+def learn(root: Path) -> None:
+    """Train the draft of the run on the very answers, so that a fault costs it much."""
+    path = root / "draft" / checkpoint.TRAINED
+    states = StateStore.open(artifact.open_artifact(root / "states", "states"))
+    states.entries = [replace(entry, split="train") for entry in states.entries]
+    draft = checkpoint.load_draft(root / "draft", states.head()).requires_grad_(True)
+    train = config.Train.model_validate(
+        {"epochs": 60, "batch_tokens": 200, "optimizer": "adamw", "learning_rate": 4e-3}
+    )
+    folder = root / "training"
+    folder.mkdir()
+    Trainer(draft.train(), states.head(), states, train, 3, folder, Events(quiet=True)).run()
+    size = path.stat().st_size
+    checkpoint.save_weights(path, draft)
+    assert path.stat().st_size == size  # or the artifact would count as damaged
+
+
+def test_served_with_a_fault(root: Path, fake: FakeVllm) -> None:
+    """The engine takes other layers than the draft was trained on."""
+    learn(root)
+    fake.spoil = lambda folder: files.write_json(
+        folder / CONFIG, files.read_json(folder / CONFIG) | {LAYER_IDS: [1, 2, 3]}
+    )
+    events = Events(root / "events.jsonl", quiet=True)
+    evaluate.run(context_for(root, "evaluate.engine=vllm", events=events))
+    found = read_scores(root)["serving"]
+    assert found["agreement"]["verdict"] == "differs"
+    assert found["causes"][0]["kind"] == "layer ids"
+    assert found["causes"][0]["step_for_step"] == [5, 5]
+    said = (root / "events.jsonl").read_text()
+    assert f"vLLM's {found['tau']:.2f} is what the draft gives with its layer ids one too low" in said
+
+
+def test_answers_that_the_draft_changes(root: Path, fake: FakeVllm) -> None:
+    fake.turn = lambda ids: (*ids[:6], (ids[6] + 1) % 512, *ids[7:])
+    evaluate.run(context_for(root, "evaluate.engine=vllm", "evaluate.max_prompts=2"))
+    found = read_scores(root)["serving"]
+    assert found["identical"] == [0, 2]
+    assert [item["position"] for item in found["mismatches"]] == [6, 6]
+    assert all(item["gap"] > 0 and not item["tie"] for item in found["mismatches"])
+
+
+def test_what_was_served_is_kept_over_a_kill(root: Path, fake: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = check.serving.section
+    monkeypatch.setattr(check.serving, "section", lambda *_: (_ for _ in ()).throw(Killed))
+    with pytest.raises(Killed):
+        evaluate.run(context_for(root, "evaluate.engine=vllm"))
+    monkeypatch.setattr(check.serving, "section", section)
+    evaluate.run(context_for(root, "evaluate.engine=vllm"))
+    assert fake.started == [False, True]
+    assert read_scores(root)["serving"]["agreement"]["verdict"] == "agrees"
+
+
+def test_a_target_that_only_vllm_loads_is_replayed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers and states alone give every number that decoding gives, but for times."""
+    evaluate.run(context_for(root))
+    decoded = read_scores(root)["rows"]
+    shutil.rmtree(root / "scores")
+    engine = TransformersEngine(make_run(root).target)
+    engine.info = replace(engine.info, name="vllm")
+    monkeypatch.setattr(evaluate, "open_engine", lambda target, use: engine)
+    evaluate.run(context_for(root, "target.engine=vllm"))
+    scored = read_scores(root)
+    assert scored["method"] == "walk"
+    assert [row["draft"] for row in scored["rows"]] == ["none", "trained", "untrained"]
+    for row, other in zip(scored["rows"][1:], decoded[1:], strict=True):
+        for name in ("tau", "interval", "per_position", "steps", "emitted", "tokens"):
+            assert row[name] == other[name]
+        assert row["lossless"] is row["measured_speedup"] is row["modelled_speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "what"),
+    [
+        (["target.engine=vllm", "evaluate.temperatures=[0, 0.8]"], "are measured greedily"),
+        (["evaluate.engine=vllm", "evaluate.temperatures=[0.8]"], "compares greedy answers"),
+        (["evaluate.engine=vllm", "target.python=/nowhere/python"], "/nowhere/python"),
+    ],
+)
+def test_what_vllm_cannot_do_is_said_first(
+    root: Path, overrides: list[str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: pytest.fail("the target was loaded"))
+    with pytest.raises(UserError, match=what):
+        evaluate.run(context_for(root, *overrides))
+
+
 # --- bad input: named before the target is loaded ---
 
 
@@ -281,7 +445,7 @@ def test_status_names_a_changed_setting(root: Path) -> None:
     ],
 )
 def test_bad_input(root: Path, override: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "open_engine", lambda target: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(evaluate, "open_engine", lambda *_: pytest.fail("the target was loaded"))
     bad = {"EMPTY": "", "BROKEN": '{"prompt": "Hello"}\n{"prompt": "Hel', "BLANK": '{"prompt": "  "}\n'}
     for name, text in bad.items():
         (root / name).write_text(text)

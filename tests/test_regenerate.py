@@ -20,10 +20,11 @@ from fixtures_text import T_PLAIN, T_STRICT, T_THINK, chat, save_tokenizer
 from headstart import artifact, pipeline
 from headstart.artifact import Artifact
 from headstart.config import Run, build
-from headstart.data import rows
+from headstart.data import dialogue, rows
 from headstart.data.answers import AnswerLog
 from headstart.data.asking import check
 from headstart.data.templates import Template
+from headstart.engines.base import Refused, Use
 from headstart.engines.transformers import TransformersEngine
 from headstart.errors import GateError, UserError
 from headstart.events import Events, read
@@ -112,8 +113,8 @@ class Watched:
 def watch(monkeypatch: pytest.MonkeyPatch, lives: int | None = None) -> list[Watched]:
     opened: list[Watched] = []
 
-    def open_watched(settings: object, batch_size: int) -> Watched:
-        opened.append(Watched(TransformersEngine(settings, batch_size), lives))  # pyright: ignore[reportArgumentType]
+    def open_watched(settings: object, use: Use) -> Watched:
+        opened.append(Watched(TransformersEngine(settings, use.batch_size), lives))  # pyright: ignore[reportArgumentType]
         return opened[-1]
 
     monkeypatch.setattr(regenerate, "open_engine", open_watched)
@@ -214,6 +215,28 @@ def test_a_log_with_a_broken_line_goes_on_before_it(tmp_path: Path):
     assert len(AnswerLog(tmp_path / "log", "")) == 3
 
 
+def test_a_refused_prompt_ends_its_conversation_alone(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, target, singles(4))
+    unbroken = {sample.conversation: sample for sample in samples_of(execute(run, tmp_path))}
+    victim = sorted(unbroken)[1]
+    real = TransformersEngine.generate
+
+    def refusing(self: TransformersEngine, prompts: Sequence[Prompt], *rest: Any) -> Iterator[Any]:
+        taken = [prompt for prompt in prompts if not prompt.id.startswith(victim)]
+        yield from (Refused(prompt.id, "no image") for prompt in prompts if prompt not in taken)
+        yield from real(self, taken, *rest)
+
+    monkeypatch.setattr(TransformersEngine, "generate", refusing)
+    other = tmp_path / "other"
+    made = execute(make_run(other, target, singles(4)), other)
+    assert {sample.conversation for sample in samples_of(made)} == unbroken.keys() - {victim}
+    assert made.counts["dropped"] == {regenerate.NOT_TAKEN: 1}
+    said = [event["text"] for event in read(other / "events.jsonl") if event["event"] == "say"]
+    assert any("refused 1 prompts" in text and "no image" in text for text in said)
+
+
 def test_turns_see_the_targets_own_answers_and_sampled_ids_stay(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -243,7 +266,7 @@ def test_prompt_and_answer_stay_within_max_length(tmp_path: Path, target: Path):
     samples = samples_of(made)
     assert max(len(sample.input_ids) for sample in samples) == 50
     too_long = sum(length >= 50 for length in lengths)
-    assert made.counts["dropped"] == {regenerate.TOO_LONG: too_long}
+    assert made.counts["dropped"] == {dialogue.TOO_LONG: too_long}
     assert len(samples) == 39 - too_long
     assert 0 < too_long < 39
 
@@ -277,7 +300,7 @@ def test_truncated_answers_are_counted_and_dropped_on_demand(tmp_path: Path, tar
     assert [sample.id for sample in samples_of(dropped) if sample.id.endswith(":00")] == whole
     assert {sample.finish for sample in samples_of(dropped)} == {"stop"}
     assert dropped.counts["truncated"] > 0
-    assert dropped.counts["dropped"][regenerate.TRUNCATED] == 10 - len(whole)
+    assert dropped.counts["dropped"][dialogue.TRUNCATED] == 10 - len(whole)
 
 
 def test_nothing_left_is_an_error_with_the_reason(tmp_path: Path, target: Path):
@@ -306,7 +329,7 @@ def test_keep_uses_the_answers_of_the_data_and_loads_no_model(tmp_path: Path, mo
     assert len(samples[2].input_ids) == 96
     assert samples[2].supervised[-1]
     assert samples[2].finish == "length"
-    assert made.counts["dropped"] == {regenerate.TOO_LONG: 1, regenerate.EMPTY: 1}
+    assert made.counts["dropped"] == {dialogue.TOO_LONG: 1, regenerate.EMPTY: 1}
     assert made.counts["cut_at_max_length"] == 2
     assert made.counts["finish"] == {"given": 4}
 
@@ -322,9 +345,9 @@ def test_keep_counts_what_the_template_refuses(tmp_path: Path):
 
 def test_asks_drop_given_answers_and_end_at_tool_results():
     tool: Message = {"role": "tool", "content": "12"}
-    assert regenerate._asks(chat("a", "b", "c", system="s")) == [chat("a", system="s"), chat("c")]
-    assert regenerate._asks([*chat("a", "b"), tool, *chat("c")]) == [chat("a")]
-    assert regenerate._asks([{"role": "assistant", "content": "hello"}]) == []
+    assert dialogue.asks(chat("a", "b", "c", system="s")) == [chat("a", system="s"), chat("c")]
+    assert dialogue.asks([*chat("a", "b"), tool, *chat("c")]) == [chat("a")]
+    assert dialogue.asks([{"role": "assistant", "content": "hello"}]) == []
 
 
 @pytest.mark.parametrize(

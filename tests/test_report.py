@@ -19,7 +19,7 @@ from headstart.config import Run
 from headstart.data import rows
 from headstart.errors import UserError
 from headstart.events import Events
-from headstart.report import report, words
+from headstart.report import report, serving, words
 from headstart.report import verdict as verdicts
 from headstart.report.numbers import Numbers, gather
 from headstart.types import Sample
@@ -562,6 +562,89 @@ def test_stale_scores_are_called_so(planted: Planted) -> None:
     verdict = verdicts.verdict(planted.numbers())
     assert verdict.tone == "open"
     assert "do not belong to the present settings (evaluate.draft_tokens was 3, is 5)" in verdict.text
+
+
+# --- the serving check ---
+
+
+def served(**changes: Any) -> dict[str, Any]:
+    """What vLLM measured, in agreement with the scores."""
+    found = {
+        "engine": "vllm", "version": "0.32.0", "rung": "shim", "why": "<i>no interface</i>", "draft_tokens": 3,
+        "prompts": 12, "counters": {"drafts": 400, "draft_tokens": 1200, "accepted": 280, "per_position": [200, 60, 20]},
+        "tau": 1.69, "interval": [1.6, 1.8], "tau_by_counters": 1.7,
+        "per_position": {"conditional": [0.5, 0.3, 0.33], "unconditional": [0.5, 0.15, 0.05]}, "identical": [12, 12],
+        "speed": {"plain": 50.0, "drafted": 70.0, "speedup": 1.4},
+        "reference": {"how": "decoder", "tau": 1.7, "interval": [1.6, 1.8], "same_answers": [11, 12]},
+        "agreement": {
+            "verdict": "agrees", "inside_interval": True, "difference": 0.0, "difference_interval": [-0.01, 0.01],
+            "step_for_step": [10, 11],
+        },
+        "other_prompts": None, "mismatches": [], "causes": [],
+    }  # fmt: skip
+    return found | changes
+
+
+def test_agreement_with_vllm(planted: Planted) -> None:
+    planted.whole(scores(usual_rows()) | {"serving": served()})
+    page = Page(report.write(planted.root).read_text(encoding="utf-8"))
+    assert "serving" in page.ids
+    assert "Served by vLLM 0.32.0" in page.text
+    assert "<i>no interface</i>" in page.text
+    assert "10 of 11" in page.text
+    said = planted.said()
+    assert "They agree, 10 of 11 prompts step for step" in said
+    assert "12 of 12 greedy answers are the ones that vLLM gives without the draft" in said
+    assert "50.0 tokens per second without the draft and 70.0 with it" in said
+    assert serving.fault(planted.numbers()) is None
+
+
+def test_difference_from_vllm_is_said_first(planted: Planted) -> None:
+    differs = served()["agreement"] | {"verdict": "differs", "step_for_step": [0, 11]}
+    says = "with its layer ids one too low: 1, 2, 3 for 2, 3, 4"
+    cause = {"kind": "layer ids", "says": says, "tau": 1.02, "interval": [1.0, 1.1], "step_for_step": [11, 12]}
+    planted.whole(scores(usual_rows()) | {"serving": served(tau=1.02, agreement=differs, causes=[cause])})
+    said = planted.said()
+    assert "They do not agree" in said
+    assert f"vLLM's 1.02 is what the draft gives {says} (step for step in 11 of 12 prompts)." in said
+    text = Page(report.write(planted.root).read_text(encoding="utf-8")).text
+    taus = "tau 1.02, where 1.70 is right"
+    assert f"vLLM does not serve the draft that was trained: {taus}; it is what the draft gives {says}." in text
+
+
+@pytest.mark.parametrize(
+    ("causes", "expected"),
+    [
+        ([], "no known fault explains it"),
+        (
+            [{"kind": "none", "says": "on its own answers", "step_for_step": [9, 12]}],
+            "the target itself answers otherwise",
+        ),
+    ],
+)
+def test_difference_that_no_fault_explains(planted: Planted, causes: list[dict[str, Any]], expected: str) -> None:
+    differs = served()["agreement"] | {"verdict": "differs"}
+    planted.whole(scores(usual_rows()) | {"serving": served(tau=1.02, agreement=differs, causes=causes)})
+    assert expected in (serving.fault(planted.numbers()) or "")
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_answers_that_vllm_changes(planted: Planted, tie: bool) -> None:
+    item = {"set": "s", "prompt": "q", "position": 3, "expected": 7, "found": 8, "gap": 1e-5, "noise": 1e-3, "tie": tie}
+    planted.whole(scores(usual_rows()) | {"serving": served(identical=[11, 12], mismatches=[item])})
+    assert "Not identical in vLLM: s q at answer token 3: 8 instead of 7" in planted.said()
+    fault = serving.fault(planted.numbers())
+    assert (fault is None) == tie
+    assert tie or "1 of 12 greedy answers differ" in (fault or "")
+
+
+def test_a_target_that_only_vllm_decodes(planted: Planted) -> None:
+    untimed = {"measured_speedup": None, "modelled_speedup": None, "lossless": None}
+    rows = [row | untimed for row in usual_rows()]
+    planted.whole(scores(rows) | {"method": "walk"})
+    said = planted.said()
+    assert "Not checked here: the target runs in vLLM alone" in said
+    assert "evaluate.engine = 'vllm' measures it there" in said
 
 
 # --- reading ---

@@ -32,11 +32,13 @@ Settings = Annotated[
     list[str] | None, typer.Option("-s", "--set", help="any setting, e.g. -s train.epochs=2", metavar="KEY=VALUE")
 ]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="no progress")]
+Force = Annotated[bool, typer.Option("--force", help="make it anew also when it is fresh")]
 Json = Annotated[bool, typer.Option("--json", help="for machines: JSON on stdout")]
 
 # What an optional dependency comes with, by the name it is imported by.
 _TRAIN = "gguf huggingface_hub jinja2 numpy pyarrow safetensors tokenizers torch transformers"
 EXTRAS = {**dict.fromkeys(_TRAIN.split(), "train"), "matplotlib": "report"}
+STOP = 3  # `doctor` says that something cannot work
 INTERRUPTED = 130  # what typer ends with on Ctrl-C, as shells do
 
 
@@ -106,21 +108,21 @@ def run_all(file: RunFile, until: Annotated[str | None, typer.Option(help="stop 
 
 def _stage(verb: str, what: str) -> None:
     def command(
-        file: RunFile,
-        settings: Settings = None,
-        force: Annotated[bool, typer.Option("--force", help="make it anew also when it is fresh")] = False,
-        quiet: Quiet = False,
-        as_json: Json = False,
+        file: RunFile, settings: Settings = None, force: Force = False, quiet: Quiet = False, as_json: Json = False
     ) -> None:
-        from headstart import pipeline
-
-        run, root, events = _open(file, settings, quiet)
-        made = pipeline.execute_one(run, root, verb, events, force=force)
-        if as_json:
-            print(json.dumps({"folder": str(made.path), "counts": made.counts, "facts": made.facts}, default=str))
+        _execute(verb, file, settings or [], force=force, quiet=quiet, as_json=as_json)
 
     command.__doc__ = f"{what}\n\nExample: headstart {verb} run.toml"
     app.command(name=verb)(command)
+
+
+def _execute(verb: str, file: Path, settings: list[str], *, force: bool, quiet: bool, as_json: bool) -> None:
+    from headstart import pipeline
+
+    run, root, events = _open(file, settings, quiet)
+    made = pipeline.execute_one(run, root, verb, events, force=force)
+    if as_json:
+        print(json.dumps({"folder": str(made.path), "counts": made.counts, "facts": made.facts}, default=str))
 
 
 _stage("prepare", "Read the sources, clean and split the conversations.")
@@ -128,7 +130,25 @@ _stage("regenerate", "Let the target answer the prompts; its token ids are final
 _stage("vocab", "Choose the draft vocabulary, and say what it covers.")
 _stage("capture", "Store the target's hidden states, after proof that they are the right ones.")
 _stage("train", "Train the draft; the best checkpoint by acceptance length is kept.")
-_stage("evaluate", "Decode held-out prompts with the draft: acceptance, losslessness, speed.")
+
+
+@app.command()
+def evaluate(
+    file: RunFile,
+    engine: Annotated[str | None, typer.Option(help="vllm: also serve the draft there and compare")] = None,
+    settings: Settings = None,
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Decode held-out prompts with the draft: acceptance, losslessness, speed.
+
+    Example: headstart evaluate run.toml --engine vllm
+    """
+    chosen = [f"evaluate.engine={engine}"] if engine else []
+    _execute("evaluate", file, [*(settings or []), *chosen], force=force, quiet=quiet, as_json=as_json)
+
+
 _stage("export", "Write the draft for serving engines, and read it back.")
 
 
@@ -162,24 +182,83 @@ def config(file: Annotated[Path | None, typer.Argument(help="show this run's val
         _show_settings(list(configuration.settings()))
 
 
+Model = Annotated[str, typer.Argument(help="hub id, folder, config.json under any name, or shipped model name")]
+
+
 @app.command()
-def inspect(
-    model: Annotated[str, typer.Argument(help="folder, config.json or shipped model name")], as_json: Json = False
-) -> None:
-    """What is inside a target, read from its config.json alone: no weights, no GPU, no remote code.
+def inspect(model: Model, as_json: Json = False) -> None:
+    """What is inside a target, each fact with its evidence: no weights, no GPU, no remote code.
 
     Example: headstart inspect Qwen3-8B/config.json
     """
     from dataclasses import asdict
 
-    from headstart.target import anatomy, source
+    from headstart.doctor import engine, show, subject
 
-    path = Path(model)
-    found = anatomy.inspect(path if path.exists() else source.resolve(model, None, weights=False))
+    found = engine.placed(engine.named(subject.open_subject(model).anatomy), engine.release_of(None)[0])
     if as_json:
-        print(json.dumps(asdict(found), indent=2, default=str))
+        print(json.dumps(asdict(found), indent=2))
     else:
-        _show_facts({name: value for name, value in asdict(found).items() if name != "evidence"}, found.evidence)
+        show.put(show.anatomy(found))
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="hub id, folder, config.json under any name, or a run's TOML file")
+    ] = None,
+    engine_version: Annotated[str | None, typer.Option(help="answer for this vLLM", metavar="X.Y.Z")] = None,
+    device: Annotated[str, typer.Option(help="where the engine computes: auto, cpu or cuda")] = "auto",
+    census: Annotated[bool, typer.Option("--census", help="every architecture of that vLLM, with its way")] = False,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Will each stage work for this target, here: go, warn or stop (exit 3), each check with what to do.
+
+    Example: headstart doctor Qwen3-8B/config.json --engine-version 0.16.0
+    """
+    from headstart.doctor import doctor as examining
+    from headstart.doctor import engine, show, subject
+
+    place = examining.pick_device(device)
+    if census:
+        counted = engine.census_of(engine_version, subject.python_of(model), place)
+        print(json.dumps(show.census_json(counted), indent=2)) if as_json else show.put(show.census(counted))
+        return
+    if model is None:
+        raise UserError("no model was given", do="headstart doctor MODEL, or headstart doctor --census")
+    found = examining.examine(subject.open_subject(model, settings or ()), engine_version, place)
+    print(json.dumps(found.as_json(), indent=2)) if as_json else show.put(show.diagnosis(found))
+    if found.verdict == "stop":
+        raise typer.Exit(STOP)
+
+
+@app.command()
+def estimate(
+    file: RunFile,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="of another machine, e.g. 8xH200 or gpus=8,memory=141GB,prefill=40k", metavar="FIGURES"),
+    ] = None,
+    answer_tokens: Annotated[float | None, typer.Option(help="of one answer on average, where you know", min=1)] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Disk, memory and time of each stage before anything starts; what to change where it does not fit (exit 3).
+
+    Measures this machine for about a minute, unless --hardware says what another has.
+
+    Example: headstart estimate run.toml --hardware 8xH200
+    """
+    from headstart.doctor.show import put
+    from headstart.estimate import examine, show
+    from headstart.events import Events
+
+    found = examine.examine(str(file), settings or [], hardware, Events(quiet=quiet), answer_tokens)
+    print(json.dumps(found.as_json(), indent=2)) if as_json else put(show.estimate(found))
+    if not found.fits:
+        raise typer.Exit(STOP)
 
 
 @app.command()
@@ -196,6 +275,68 @@ def report(
 
     path = reporting.write(_existing(_locate(file, None)[1]))
     Events(quiet=quiet).say(f"report: {path}")
+
+
+@app.command()
+def remote(
+    host: Annotated[str, typer.Argument(help="as ssh takes it: alias, host, user@host", metavar="HOST")],
+    file: RunFile,
+    *,
+    status: Annotated[bool, typer.Option("--status", help="show the run there, start nothing")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="end the run there; it can be continued")] = False,
+    fetch: Annotated[bool, typer.Option("--fetch", help="bring what is finished, start nothing")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="bring data and hidden states, too")] = False,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="wait for its end, then fetch")] = True,
+    folder: Annotated[str, typer.Option("--dir", help="folder of all runs there")] = "headstart",
+    name: Annotated[str | None, typer.Option(help="of the run there, else of its run directory")] = None,
+    python: Annotated[str | None, typer.Option(help="use this environment there", metavar="PATH")] = None,
+    ship_model: Annotated[bool, typer.Option("--ship-model", help="send target.model, a folder here")] = False,
+    ssh_config: Annotated[Path | None, typer.Option("-F", "--ssh-config", help="for ssh's -F")] = None,
+    settings: Settings = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """The same run on another machine over ssh: ship, doctor, run detached, follow, fetch. Again: it continues.
+
+    Example: headstart remote gpu8 run.toml
+    """
+    from headstart.events import Events
+    from headstart.remote import command, show
+
+    if status + stop + fetch > 1:
+        raise UserError("--status, --stop and --fetch exclude each other")
+    options = command.Options(host, file, tuple(settings or ()), ssh_config, folder, name, python, ship_model)
+    events = Events(quiet=quiet)
+    if status or stop:
+        outcome = (command.stop if stop else command.look)(options, events)
+    elif fetch:
+        outcome = command.bring(options, events, everything=everything)
+    else:
+        outcome = command.launch(options, events, follow=follow, everything=everything)
+    print(json.dumps(outcome.as_json(host), indent=2) if as_json else "\n".join(show.lines(outcome, host)))
+
+
+@app.command(name="patch-speculators")
+def patch_speculators(
+    python: Annotated[str | None, typer.Option(help="interpreter of the environment to patch", metavar="PATH")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the unified diff, write nothing")] = False,
+    revert: Annotated[bool, typer.Option("--revert", help="restore the original bytes")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also where the contents are not known")] = False,
+) -> None:
+    """Let speculators 0.3 and 0.4 capture hidden states inside multimodal wrappers: changes its custom_worker.py.
+
+    Example: headstart patch-speculators --python ~/venv/bin/python --dry-run
+    """
+    from headstart.patches import environment, speculators
+
+    installed = environment.locate(python)
+    change = (speculators.reverting if revert else speculators.patching)(installed, force=force)
+    if dry_run:
+        print(change.diff, end="")
+        print(f"nothing was written: {installed.file}", file=sys.stderr)
+    else:
+        change.apply()
+        print("\n".join(speculators.told(installed, change)))
 
 
 @app.command()
@@ -275,16 +416,6 @@ def _show_settings(found: list[Any]) -> None:
     table.columns[0].no_wrap, table.columns[0].min_width = True, max(len(setting.name) for setting in found)
     for setting in found:
         table.add_row(*(escape(part) for part in setting))
-    _print(table)
-
-
-def _show_facts(facts: dict[str, Any], evidence: dict[str, str]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("fact", "value", "evidence", box=None, pad_edge=False)
-    for name, value in facts.items():
-        table.add_row(name, "unknown" if value is None else escape(str(value)), escape(evidence.get(name, "")))
     _print(table)
 
 

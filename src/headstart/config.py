@@ -35,7 +35,14 @@ class Target(Section):
 
     model: str = Field(description="hub id, folder, or `smollm2-135m`, the real small model that installs as a package")
     revision: str | None = Field(None, description="hub revision; the newest when absent")
-    engine: Literal["transformers"] = Field("transformers", description="what generates and captures")
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="what generates and captures; `headstart doctor` says whether vLLM can"
+    )
+    tensor_parallel: Positive = Field(1, description="GPUs that share the target's weights (engine vllm)")
+    python: str | None = Field(None, description="Python of the environment that holds vLLM; this one when absent")
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict, description="further arguments of vllm.LLM, e.g. {gpu_memory_utilization = 0.95}"
+    )
     device: str = Field("auto", description="`auto` takes a GPU where there is one, else the CPU")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="compute type; `auto` is float32 on CPU, bfloat16 on GPU"
@@ -168,6 +175,9 @@ class Evaluate(Section):
     temperatures: tuple[Temperature, ...] = Field(
         (0.0,), min_length=1, description="each is measured; 0 is greedy, with the lossless check"
     )
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="`vllm`: also serve the draft in vLLM and compare with the reference decoder"
+    )
     baseline: bool = Field(True, description="also measure an untrained draft of the same shape")
     seed: Seed = Field(0, description="seed of sampling and of the bootstrap")
 
@@ -246,7 +256,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
     raw.setdefault("directory", f"runs/{path.stem}")
-    _anchor(raw, path.resolve().parent)
+    _anchor(raw, path.absolute().parent)
     return build(raw, overrides)
 
 

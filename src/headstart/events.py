@@ -133,8 +133,8 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Bytes for a person."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
             break
         count /= 1000
     return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"

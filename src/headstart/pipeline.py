@@ -49,6 +49,8 @@ _SPEED_ONLY = {
     "train.keep_checkpoints",
 }
 
+_TABLES = ("data.role_aliases", "target.engine_options")  # settings whose value is a table
+
 VERIFY_UP_TO = 16 << 30
 
 State = Literal["fresh", "stale", "partial", "missing"]
@@ -255,7 +257,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and name != "data.role_aliases":
+        if isinstance(value, dict) and name not in _TABLES:
             flat |= _flatten(value, f"{name}.")
         else:
             flat[name] = value

@@ -123,6 +123,30 @@ def test_backends_agree_in_values_and_gradients(lengths: list[int]) -> None:
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's kernels need a GPU")
+def test_flash_on_a_gpu_agrees_with_the_dense_form() -> None:
+    """bfloat16 against the dense form in float32, within bfloat16's rounding; runs that begin inside their documents too."""
+    rng = np.random.default_rng(0)
+    lengths = [1, 2, 63, 64, 65, 1023]
+    plan = plan_rows([rng.random(length) < 0.8 for length in lengths], 3, "label").to("cuda")
+    step, count = plan.steps[2], len(plan.context)
+    make = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    rows = len(step.rows)
+    narrow = [make(rows, 8, 64), make(count, 2, 64), make(count, 2, 64), make(2, rows, 2, 64), make(2, rows, 2, 64)]
+    wide = [x.float().requires_grad_() for x in narrow]
+    for x in narrow:
+        x.requires_grad_()
+    found, expected = attention.flash_cuda(*narrow, step.runs), attention.dense(*wide, step.runs)
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+    weight = torch.randn_like(expected)
+    (found.float() * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad.float() - other.grad).norm() / other.grad.norm()) < 0.02
+
+
 def brute_mask(supervised: np.ndarray, steps: int) -> np.ndarray:
     """The definition of the exact mask, literally."""
     length = len(supervised)

@@ -46,7 +46,12 @@ def unroll(
     aux: aux states of the context rows [C, n_aux, d_target]. tokens: int64, the packed input ids. remat: compute the inside of
     each MLP anew in the backward pass instead of keeping it.
     """
-    attend = attend or attention.backend(aux.device)
+    narrow = (
+        torch.get_autocast_dtype(aux.device.type)
+        if torch.is_autocast_enabled(aux.device.type)
+        else draft.fc.weight.dtype
+    )
+    attend = attend or attention.backend(aux.device, narrow)
     finish = _finish_again if remat else _finish
     layers = [layer for layer in draft.layers if isinstance(layer, DecoderLayer)]
     hidden, chains = _first(draft, layers, aux, tokens, plan, attend, finish)

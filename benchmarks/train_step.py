@@ -31,19 +31,18 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from fixtures_models import save_llama  # noqa: E402
-
-from headstart.drafts.eagle3 import Eagle3  # noqa: E402
-from headstart.drafts.layers import DraftShape  # noqa: E402
-from headstart.drafts.losses import Teacher, fused_divergence  # noqa: E402
-from headstart.drafts.rows import RowPlan, plan_rows  # noqa: E402
-from headstart.drafts.ttt import unroll  # noqa: E402
-from headstart.formats import speculators  # noqa: E402
-from headstart.formats.common import ExportFacts  # noqa: E402
-from headstart.target.head import TargetHead  # noqa: E402
-from headstart.training.build import new_draft  # noqa: E402
-from headstart.training.flops import dense_flops, step_flops  # noqa: E402
-from headstart.training.telemetry import measured_gemm  # noqa: E402
+from fixtures_models import save_llama
+from headstart.drafts.eagle3 import Eagle3
+from headstart.drafts.layers import DraftShape
+from headstart.drafts.losses import Teacher, fused_divergence
+from headstart.drafts.rows import RowPlan, plan_rows
+from headstart.drafts.ttt import unroll
+from headstart.formats import speculators
+from headstart.formats.common import ExportFacts
+from headstart.target.head import TargetHead
+from headstart.training.build import new_draft
+from headstart.training.flops import dense_flops, step_flops
+from headstart.training.telemetry import measured_gemm
 
 WIDTH, VOCAB, DRAFT_VOCAB = 576, 49_152, 8_192  # SmolLM2-135M's shape, and its demo's draft vocabulary
 SHAPE = DraftShape(
@@ -208,9 +207,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure:
         return measure(options.measure, Work(options.tokens, options.steps, options.shares[0]))
-    print(
-        f"s = {options.tokens}, T = {options.steps}, {torch.get_num_threads()} thread(s); answer share, ours, speculators 0.9.0, ratio, memory"
-    )
+    print(f"s = {options.tokens}, T = {options.steps}, {torch.get_num_threads()} thread(s)")
+    print("answer share, ours, speculators 0.9.0, ratio, memory, rate")
     results = []
     for share in options.shares:
         work = Work(options.tokens, options.steps, share)

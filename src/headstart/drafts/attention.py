@@ -109,7 +109,7 @@ def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, .
 
 
 def flash_cuda(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Merged flash attention on a GPU, for float16 and bfloat16. Not run here for want of a GPU; its tests run where there is one."""
+    """Merged flash attention on a GPU, for float16 and bfloat16. No GPU has run it yet; its test runs where there is one."""
     return _MergedVarlen.apply(q, k0, v0, dk, dv, tuple(runs))
 
 

@@ -24,18 +24,21 @@ test-vllm016: $(READY) $(READY016)  ## capture in the real vLLM 0.16.0, in an en
 		-o junit_family=xunit1 --junitxml=$(VENV016)/report.xml  # with the largest differences that were found
 
 check: $(READY)           ## lint, format, types, layers, generated docs
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src tests tools benchmarks
+	$(BIN)/ruff format --check src tests tools benchmarks
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/make_docs.py --check
+
+bench: $(READY)           ## training and capture against the peers and this machine's limit (quiet machine, 20 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py
 
 docs: $(READY)            ## regenerate the docs that come from code
 	$(BIN)/python tools/make_docs.py
 
 format: $(READY)
-	$(BIN)/ruff format src tests tools
-	$(BIN)/ruff check --fix src tests tools
+	$(BIN)/ruff format src tests tools benchmarks
+	$(BIN)/ruff check --fix src tests tools benchmarks
 
 $(READY): pyproject.toml requirements/dev.lock requirements/oracle.txt requirements/vllm.lock tools/vllm_env.py
 	$(PYTHON) -m venv $(VENV)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from headstart import config
 from headstart.data import store
@@ -38,7 +39,11 @@ def _sample(prompt: Prompt, answer: Sequence[int], split: str) -> Sample:
 
 
 def make_store(
-    engine: TransformersEngine, samples: Sequence[Sample], folder: Path, shard_tokens: int = 200
+    engine: TransformersEngine,
+    samples: Sequence[Sample],
+    folder: Path,
+    shard_tokens: int = 200,
+    dtype: torch.dtype | None = None,
 ) -> StateStore:
     """Capture `samples` into `folder` and open it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +53,7 @@ def make_store(
     for number, part in enumerate(store.plan_shards(samples, shard_tokens)):
         captured = {states.id: states for states in engine.capture(part, AUX, 512)}
         path = folder / store.shard_name(number)
-        store.write_shard(path, [(sample, captured[sample.id]) for sample in part], head, {})
+        store.write_shard(path, [(sample, captured[sample.id]) for sample in part], head, {}, dtype)
         entries += (store.read_header(path) or ([], {}))[0]
     store.write_index(folder / store.INDEX, entries)
     return StateStore(folder, {"aux_layers": list(AUX)})

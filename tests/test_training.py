@@ -73,16 +73,14 @@ def make_trainer(
 
 def interrupt(trainer: Trainer, at: int) -> Trainer:
     """The same trainer, ended by the user in the middle of step `at`."""
-    take = trainer.assemble
+    backward = trainer._backward
 
-    def assemble_or_stop(entries, kind):
-        if len(stopped) == at:
+    def backward_or_stop(part, packed):
+        if part.step == at:
             raise KeyboardInterrupt
-        stopped.append(kind)
-        return take(entries, kind)
+        return backward(part, packed)
 
-    stopped: list[str] = []
-    trainer.assemble = assemble_or_stop  # type: ignore[method-assign]
+    trainer._backward = backward_or_stop  # type: ignore[method-assign]
     return trainer
 
 
@@ -285,7 +283,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
     whole = make_trainer(states, tmp_path / "whole", max_steps=8, checkpoint_every=2)
     whole.run()
     with pytest.raises(KeyboardInterrupt):
-        interrupt(make_trainer(states, tmp_path / "b", max_steps=8, checkpoint_every=2), at=9).run()
+        interrupt(make_trainer(states, tmp_path / "b", max_steps=8, checkpoint_every=2), at=7).run()
     newest = checkpoint.steps(tmp_path / "b" / "checkpoints")[-1]
     assert newest.name == "step-000006"
     data = (newest / victim).read_bytes()

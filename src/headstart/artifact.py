@@ -24,7 +24,7 @@ from typing import IO, Any
 from headstart import __version__, files
 from headstart.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 KEY = ".key.json"
 SCRATCH = "scratch"  # in a work folder: what only a resumed attempt needs; never part of the artifact

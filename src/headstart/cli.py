@@ -121,7 +121,7 @@ def _execute(verb: str, file: Path, settings: list[str], *, force: bool, quiet: 
 
     run, root, events = _open(file, settings, quiet)
     made = pipeline.execute_one(run, root, verb, events, force=force)
-    if as_json:
+    if as_json and made:
         print(json.dumps({"folder": str(made.path), "counts": made.counts, "facts": made.facts}, default=str))
 
 
@@ -357,12 +357,13 @@ def demo(
 
 
 def _open(file: Path, settings: list[str] | None, quiet: bool) -> tuple[Run, Path, Any]:
-    from headstart import rundir
+    from headstart import pipeline, rundir
     from headstart.config import load
+    from headstart.events import Events
 
     run = load(file, settings or ())
     root = Path(run.directory)
-    return run, root, rundir.begin(run, root, quiet=quiet)
+    return run, root, Events(quiet=True) if pipeline.rank() else rundir.begin(run, root, quiet=quiet)
 
 
 def _locate(path: Path, settings: list[str] | None) -> tuple[Run, Path]:

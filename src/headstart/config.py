@@ -24,6 +24,8 @@ Positive = Annotated[int, Field(gt=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Temperature = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+LossName = Literal["kl", "tv", "lk", "lk_alpha", "ce"]
 
 
 class Section(BaseModel):
@@ -99,8 +101,8 @@ class Capture(Section):
     aux_layers: tuple[int, ...] | None = Field(
         None, description="boundary indices b (decoder layers already applied); (2, n//2, n-3) when absent"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="stored type; `auto` is the compute type"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float8"] = Field(
+        "auto", description="stored type; `auto` is the compute type; float8 has a scale for each row and layer"
     )
     batch_tokens: Positive = Field(4096, description="tokens per forward pass, padding counted")
     shard_tokens: Positive = Field(32768, description="tokens per shard; a killed capture loses at most one")
@@ -147,8 +149,13 @@ class Train(Section):
     weight_decay: float = Field(0.1, ge=0, description="weight decay of AdamW, on matrices only")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two averages of AdamW")
     clip: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
-    loss: Literal["kl", "tv", "lk"] = Field(
-        "kl", description="kl: forward KL; tv: total variation; lk: their hybrid per position"
+    loss: LossName | dict[LossName, PositiveFloat] = Field(
+        "kl",
+        description="kl: forward KL; tv: total variation; lk: their hybrid per position; lk_alpha: -log acceptance; ce: the tokens "
+        "themselves; or a mixture such as {kl = 0.9, ce = 0.1}",
+    )
+    weighting: Literal["token", "sequence"] = Field(
+        "token", description="what counts alike in the loss: every row, or every sample"
     )
     step_decay: float = Field(
         0.8, gt=0, le=1, description="weight of TTT step i is step_decay**i; official 0.8, speculators 1.0"
@@ -157,6 +164,23 @@ class Train(Section):
         "exact", description="exact: rows inference can meet; label: every row whose label is supervised (speculators)"
     )
     freeze_lm_head: bool = Field(False, description="keep the draft head as it starts")
+    noise: float = Field(0.0, ge=0, description="noise on the aux states, as a share of each state's own rms")
+    ema: Beta = Field(0.0, description="decay of an average of the weights, which is then what is validated and kept")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="type of the products; weights, their gradients and the loss stay float32"
+    )
+    micro_tokens: Positive | None = Field(
+        None, description="tokens of one forward pass; a step gathers gradients over several, with the same result"
+    )
+    recompute: bool = Field(False, description="compute the MLPs anew in the backward pass: less memory, more time")
+    compile: bool = Field(False, description="compile the layers with torch.compile")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="under torchrun: replicate the draft (ddp), or shard its weights and optimiser state (fsdp)"
+    )
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        ("tensorboard",),
+        description="where curves are sent beside the events file; in the run directory, or as logged in",
+    )
     validate_every: Positive = Field(50, description="steps between validations; the best by acceptance length is kept")
     checkpoint_every: Positive = Field(50, description="steps between checkpoints")
     keep_checkpoints: Positive = Field(2, description="newest checkpoints kept while training")

@@ -34,6 +34,12 @@ class GateError(HeadstartError):
     """A number that would have been silently wrong was stopped. Exit code 2."""
 
 
+class Stopped(HeadstartError):
+    """SIGTERM came, and what was done is saved. Exit code 143, which is what shells give a process that SIGTERM ended."""
+
+    exit_code = 143
+
+
 class StageFailed(HeadstartError):
     """A stage of a run ended with a user error; names the stage. Exit code 2."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,11 @@ _SPEED_ONLY = {
     "capture.max_bad_fraction",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.micro_tokens",
+    "train.recompute",
+    "train.compile",
+    "train.parallel",
+    "train.trackers",
 }
 
 _TABLES = ("data.role_aliases", "target.engine_options")  # settings whose value is a table
@@ -128,8 +134,9 @@ def status(run: Run, root: Path) -> list[Status]:
     return list(found.values())
 
 
-def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
-    """Run one stage, whatever its state; what it is made from must be fresh. Returns the new artifact.
+def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact | None:
+    """Run one stage, whatever its state; what it is made from must be fresh. Returns the new artifact; None in a process of
+    torchrun that only helps.
 
     Raises:
         UserError: a stage before it is missing or stale, or what the stage itself refuses.
@@ -140,6 +147,8 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
     _require_fresh(run, root, stage)
     context = Context(run, stage, root, events)
     events.emit("stage-start", stage=verb)
+    if rank():  # the first process of torchrun makes the artifact
+        return _follow(module, context)
     context.verify_parents()
     module.run(context)
     left = artifact.read_manifest(context.path)
@@ -151,7 +160,19 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact:
     return made
 
 
-def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool = False) -> Artifact:
+def rank() -> int:
+    """The number of this process among those that torchrun started; 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def _follow(module: Any, context: Context) -> Artifact | None:
+    if not hasattr(module, "follow"):
+        raise UserError(f"{context.stage.verb} runs in one process", do="torchrun ... -m headstart train RUN.TOML")
+    module.follow(context)
+    return None
+
+
+def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool = False) -> Artifact | None:
     """Run one stage when it is not fresh, or `force`; returns its artifact. Raises as `execute` does."""
     state = next(item for item in status(run, root) if item.verb == verb)
     if state.state == "fresh" and not force:

@@ -1,9 +1,11 @@
 """Hidden states on disk: shards of packed samples, written whole, read memory-mapped.
 
-A shard holds its samples side by side: aux [N, n_aux, d], last [N, d] (before the final norm), log_normalizer float32 [N] and
-top1 int32 [N] (log-sum-exp and argmax of the target's logits over its whole vocabulary at label rows, 0 elsewhere),
-input_ids int32 [N], supervised uint8 [N]. Which sample lies where is in the shard's own header and, for all shards,
-in `index.parquet`.
+A shard holds its samples side by side, N tokens of which L are label rows (the next token was produced by the target):
+aux [N, n_aux, d]; last [L, d] (before the final norm), log_normalizer float32 [L] and top1 int32 [L] (log-sum-exp and argmax of the
+target's logits over its whole vocabulary) of the label rows alone, since no other row teaches; input_ids int32 [N], supervised
+uint8 [N]. Which sample lies where is in the shard's own header and, for all shards, in `index.parquet`.
+
+States of type float8_e4m3fn have one float32 scale per row and layer beside them: aux_scale [N, n_aux], last_scale [L].
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from headstart.types import Sample, Split
 
 INDEX = "index.parquet"
 HEADER = "headstart"
+FLOAT8 = torch.float8_e4m3fn
+_LABEL_ROWS = ("last", "last_scale", "log_normalizer", "top1")
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,13 @@ class Entry:
     shard: str
     start: int
     length: int
+    first_label: int
+    labels: int
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One sample as read back; shapes as in the module's docstring, with N the sample's tokens."""
+    """One sample as read back; shapes as in the module's docstring, with N and L the sample's own."""
 
     aux: Tensor
     last: Tensor
@@ -56,6 +62,8 @@ class Stored:
     top1: Tensor
     input_ids: Tensor
     supervised: Tensor
+    aux_scale: Tensor | None = None
+    last_scale: Tensor | None = None
 
 
 def plan_shards(samples: Sequence[Sample], shard_tokens: int) -> list[list[Sample]]:
@@ -75,23 +83,35 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
+def bytes_per_token(width: int, aux: int, dtype: torch.dtype, labels: float = 1.0) -> float:
+    """Of a stored token: `aux` states and, on a share `labels` of tokens, the last one, `width` wide; scales; ids and labels."""
+    state = width * dtype.itemsize + (4 if dtype == FLOAT8 else 0)
+    return (aux + labels) * state + 5 + 8 * labels
+
+
 def label_rows(supervised: np.ndarray) -> np.ndarray:
     """bool [tokens]: rows whose next token was produced by the target, so whose distribution teaches."""
     return np.append(supervised[1:], False)
 
 
-def write_shard(path: Path, pairs: Sequence[tuple[Sample, States]], head: TargetHead, dropped: dict[str, str]) -> None:
-    """Write one shard whole or not at all. `dropped` maps ids of samples left out to the reason."""
-    name, start = path.name, 0
-    entries = []
+def write_shard(
+    path: Path,
+    pairs: Sequence[tuple[Sample, States]],
+    head: TargetHead,
+    dropped: dict[str, str],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write one shard whole or not at all, states as `dtype` (their own when None). `dropped` maps ids of samples left out to the
+    reason."""
+    entries, start, first = [], 0, 0
     for sample, _ in pairs:
-        length = len(sample.input_ids)
-        entries.append(Entry(sample.id, sample.conversation, sample.source, sample.split, name, start, length))
-        start += length
+        span = (start, len(sample.input_ids), first, int(label_rows(sample.supervised).sum()))
+        entries.append(Entry(sample.id, sample.conversation, sample.source, sample.split, path.name, *span))
+        start, first = start + span[1], first + span[3]
     # One key: safetensors writes several in an order that changes, and equal shards must have equal bytes.
     header = {HEADER: json.dumps({"entries": [asdict(entry) for entry in entries], "dropped": dropped})}
     with files.replacing(path) as temporary:
-        save_file(_columns(pairs, head), temporary, metadata=header)
+        save_file(_columns(pairs, head, dtype), temporary, metadata=header)
 
 
 def read_header(path: Path) -> tuple[list[Entry], dict[str, str]] | None:
@@ -136,43 +156,64 @@ class StateStore:
 
     def read(self, entry: Entry) -> Stored:
         """Raises GateError when the file does not hold what the index says."""
-        parts = {name: self._slice(entry, name) for name in Stored.__dataclass_fields__}
-        if len(parts["aux"]) != entry.length:
+        held = self._shard(entry).keys()
+        parts = {name: self._slice(entry, name) for name in Stored.__dataclass_fields__ if name in held}
+        if len(parts["aux"]) != entry.length or len(parts["last"]) != entry.labels:
             raise GateError(f"{entry.shard} is too short for sample {entry.id}", do="headstart capture again")
         return Stored(**parts)
 
     def _slice(self, entry: Entry, name: str) -> Tensor:
+        start, count = (entry.first_label, entry.labels) if name in _LABEL_ROWS else (entry.start, entry.length)
+        return self._shard(entry).get_slice(name)[start : start + count]
+
+    def _shard(self, entry: Entry) -> Any:
         if entry.shard not in self._shards:
             self._shards[entry.shard] = safe_open(self.folder / entry.shard, framework="pt")
-        return self._shards[entry.shard].get_slice(name)[entry.start : entry.start + entry.length]
+        return self._shards[entry.shard]
 
 
-def _columns(pairs: Sequence[tuple[Sample, States]], head: TargetHead) -> dict[str, Tensor]:
+def narrow(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """States [..., d] in a storage type; for float8 with their scales, float32 [...]: each row's largest value becomes 448."""
+    if dtype != FLOAT8:
+        return states.to(dtype), None
+    scale = (states.float().abs().amax(-1) / torch.finfo(FLOAT8).max).clamp_min(torch.finfo(torch.float32).tiny)
+    return (states.float() / scale[..., None]).to(FLOAT8), scale
+
+
+def widen(stored: Tensor, scale: Tensor | None) -> Tensor:
+    """Stored states back in float32."""
+    return stored.float() if scale is None else stored.float() * scale[..., None]
+
+
+def _columns(pairs: Sequence[tuple[Sample, States]], head: TargetHead, dtype: torch.dtype | None) -> dict[str, Tensor]:
     if not pairs:  # every sample of the shard was dropped; its header says why
         return {"input_ids": torch.zeros(0, dtype=torch.int32)}
-    last = torch.cat([states.last for _, states in pairs]).cpu()
-    supervised = np.concatenate([sample.supervised for sample, _ in pairs])
-    wanted = torch.from_numpy(np.concatenate([label_rows(sample.supervised) for sample, _ in pairs]))
-    log_normalizer, top1 = _labels(last, wanted, head)
+    wanted = [torch.from_numpy(label_rows(sample.supervised)) for sample, _ in pairs]
+    last = torch.cat(
+        [states.last[rows.to(states.last.device)] for rows, (_, states) in zip(wanted, pairs, strict=True)]
+    )
+    log_normalizer, top1 = _labels(last, head)
+    aux = torch.cat([states.aux for _, states in pairs]).cpu()
+    stored = {name: narrow(states, dtype or states.dtype) for name, states in (("aux", aux), ("last", last.cpu()))}
     return {
-        "aux": torch.cat([states.aux for _, states in pairs]).cpu().contiguous(),
-        "last": last.contiguous(),
+        **{name: states.contiguous() for name, (states, _) in stored.items()},
+        **{f"{name}_scale": scale for name, (_, scale) in stored.items() if scale is not None},
         "log_normalizer": log_normalizer,
         "top1": top1,
         "input_ids": torch.from_numpy(np.concatenate([sample.input_ids for sample, _ in pairs]).astype(np.int32)),
-        "supervised": torch.from_numpy(supervised.astype(np.uint8)),
+        "supervised": torch.from_numpy(np.concatenate([sample.supervised for sample, _ in pairs]).astype(np.uint8)),
     }
 
 
-def _labels(last: Tensor, wanted: Tensor, head: TargetHead) -> tuple[Tensor, Tensor]:
-    """log_normalizer and top1 at the wanted rows of `last`, 0 elsewhere.
+def _labels(last: Tensor, head: TargetHead) -> tuple[Tensor, Tensor]:
+    """log_normalizer [L] and top1 [L] of label rows.
 
     The normaliser comes from a float32 head, as the teacher of the training does: from bfloat16 logits the probabilities of
     one row would sum to anything between 0.92 and 1.07. The most likely token is the one the engine itself would choose.
     """
     wide = head.to(dtype=torch.float32)
     log_normalizer, top1 = torch.zeros(len(last)), torch.zeros(len(last), dtype=torch.int32)
-    for rows in wanted.nonzero()[:, 0].split(256):
+    for rows in torch.arange(len(last)).split(256):
         states = last[rows].to(head.lm_head.device)
         logits = wide.logits(states.float())
         log_normalizer[rows] = logits.logsumexp(-1).cpu()

@@ -5,13 +5,15 @@ by their log-sum-exp: L = logaddexp(L0, s_1..s_i), o = o0 * exp(L0 - L) + sum_j 
 The gradient of block 0 is the flash kernel's own backward, called with the *merged* o and L (as ring attention does); the diagonal
 terms are elementwise: P_j = exp(s_j - L), dS_j = P_j * (do.v_j - do.o). No mask is ever built.
 
-`dense` is the same thing written out with softmax over one row of scores: the reference for tests, and the form for devices
-without the CPU flash kernel.
+`dense` is the same thing written out with softmax over one row of scores: the reference for tests, and the form for what no flash
+kernel takes (float32 on a GPU). `flash_cuda` calls FlashAttention's kernels for sequences of mixed lengths, one call for all runs.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +24,11 @@ from headstart.drafts.rows import Run
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Run]], Tensor]
 
 
-def backend(device: torch.device) -> Attend:
-    """The fastest exact form for a device."""
-    return flash_cpu if device.type == "cpu" else dense
+def backend(device: torch.device, dtype: torch.dtype = torch.float32) -> Attend:
+    """The fastest exact form for a device and a type of queries."""
+    if device.type == "cpu":
+        return flash_cpu
+    return flash_cuda if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) else dense
 
 
 def dense(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
@@ -102,6 +106,61 @@ def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, .
         into[0][:, :, rows] += found[0]
         into[1][:, :, span] += found[1]
         into[2][:, :, span] += found[2]
+
+
+def flash_cuda(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Merged flash attention on a GPU, for float16 and bfloat16. No GPU has run it yet; its test runs where there is one."""
+    return _MergedVarlen.apply(q, k0, v0, dk, dv, tuple(runs))
+
+
+class _MergedVarlen(torch.autograd.Function):
+    """Each run is one sequence of the kernel: its rows ask, its document up to its end answers. The kernel's causal mask stands at
+    the bottom right, which is just what a run that begins inside its document needs."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: tuple[Run, ...]) -> Tensor:
+        spans = _Spans.of(runs, q.device)
+        keys, values = k0[spans.keys], v0[spans.keys]
+        o, l, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+            q, keys, values, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, False
+        )
+        out, lse = _merge_diagonals(_by_head(q, 1), dk, dv, _by_head(o, 1), l[None])
+        ctx.save_for_backward(q, k0, v0, dk, dv, out, lse, seed, offset)
+        ctx.spans = spans
+        return _by_row(out)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k0, v0, dk, dv, out, lse, seed, offset = ctx.saved_tensors
+        spans: _Spans = ctx.spans
+        keys, values = k0[spans.keys], v0[spans.keys]
+        found = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q, keys, values, _by_row(out).contiguous(), lse[0].contiguous(),
+            spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, seed, offset,
+        )  # fmt: skip
+        gq = _by_head(found[0], 1).clone()
+        gk, gv = (torch.zeros_like(x).index_add_(0, spans.keys, g) for x, g in ((k0, found[1]), (v0, found[2])))
+        gdk, gdv = _backward_diagonals(_by_head(grads[0], 1), _by_head(q, 1), dk, dv, out, lse, gq)
+        return _by_row(gq), gk, gv, gdk, gdv, None
+
+
+class _Spans(NamedTuple):
+    """Runs as the kernel wants them. keys: [K] context rows, run after run; cu_q, cu_k: int32 [runs + 1] where each begins."""
+
+    keys: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], device: torch.device) -> _Spans:
+        asked, seen = [run.high - run.low for run in runs], [run.high - run.start for run in runs]
+        keys = torch.cat([torch.arange(run.start, run.high, device=device) for run in runs])
+        cu_q, cu_k = (
+            torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in (asked, seen)
+        )
+        return cls(keys, cu_q, cu_k, max(asked), max(seen))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

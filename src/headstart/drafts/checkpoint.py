@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,7 +24,12 @@ _VOCABULARY = "draft_to_target"
 
 def save_weights(path: Path, draft: Eagle3) -> None:
     """Every weight but the target's embedding, and the vocabulary."""
-    save_tensors(path, {**draft.state_dict(), _VOCABULARY: draft.draft_to_target})
+    save_tensors(path, weights_of(draft))
+
+
+def weights_of(draft: Eagle3) -> dict[str, Tensor]:
+    """What `save_weights` saves; sharded tensors as they are."""
+    return {**draft.state_dict(), _VOCABULARY: draft.draft_to_target}
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -85,8 +89,3 @@ def load_draft(folder: Path, head: TargetHead, *, untrained: bool = False) -> Ea
     draft = Eagle3(shape, head.embed)
     load_weights(folder / (UNTRAINED if untrained else TRAINED), draft)
     return draft.eval().requires_grad_(False)
-
-
-def trainable(draft: Eagle3, *, freeze_lm_head: bool) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, by name."""
-    return {name: p for name, p in draft.named_parameters() if not (freeze_lm_head and name == "lm_head.weight")}

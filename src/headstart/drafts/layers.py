@@ -36,7 +36,7 @@ class DraftShape:
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last axis."""
+    """`x / rms(x) * weight` over the last axis, computed in the type of `weight`, returned in that of x."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return functional.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps).to(x.dtype)
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:

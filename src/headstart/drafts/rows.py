@@ -45,11 +45,12 @@ class StepRows:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """context: [C] packed token index of each context row; positions: [C] inside its document; teacher: [U] packed token index
-    whose last hidden state gives a label; whole: the runs that cover every context row."""
+    """context: [C] packed token index of each context row; positions: [C] inside its document; document: [C] which one;
+    teacher: [U] packed token index whose last hidden state gives a label; whole: the runs that cover every context row."""
 
     context: Tensor
     positions: Tensor
+    document: Tensor
     teacher: Tensor
     whole: tuple[Run, ...]
     steps: tuple[StepRows, ...]
@@ -58,7 +59,7 @@ class RowPlan:
         steps = tuple(
             replace(step, **{name: getattr(step, name).to(device) for name in _TENSORS}) for step in self.steps
         )
-        moved = {name: getattr(self, name).to(device) for name in ("context", "positions", "teacher")}
+        moved = {name: getattr(self, name).to(device) for name in ("context", "positions", "document", "teacher")}
         return replace(self, steps=steps, **moved)
 
 
@@ -111,7 +112,8 @@ def plan_rows(documents: Sequence[np.ndarray], steps: int, kind: MaskKind = "exa
         )
         before = rows
     whole = _runs(np.arange(len(context)), owner)
-    return RowPlan(_tensor(context), _tensor(positions), _tensor(teacher), whole, tuple(planned))
+    document = np.repeat(np.arange(len(used)), used)
+    return RowPlan(_tensor(context), _tensor(positions), _tensor(document), _tensor(teacher), whole, tuple(planned))
 
 
 def _runs(rows: np.ndarray, owner: np.ndarray) -> tuple[Run, ...]:

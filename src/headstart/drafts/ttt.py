@@ -6,8 +6,12 @@ position of row t at step i is t + i.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from headstart.drafts import attention
 from headstart.drafts.attention import Attend
@@ -34,14 +38,23 @@ class _Chain:
         return torch.stack(keys), torch.stack(values)
 
 
-def unroll(draft: Eagle3, aux: Tensor, tokens: Tensor, plan: RowPlan, attend: Attend | None = None) -> list[Tensor]:
+def unroll(
+    draft: Eagle3, aux: Tensor, tokens: Tensor, plan: RowPlan, attend: Attend | None = None, *, remat: bool = False
+) -> list[Tensor]:
     """Outputs of every TTT step, [R_i, d] each, for the rows of `plan`.
 
-    aux: aux states of the context rows [C, n_aux, d_target]. tokens: int64, the packed input ids.
+    aux: aux states of the context rows [C, n_aux, d_target]. tokens: int64, the packed input ids. remat: compute the inside of
+    each MLP anew in the backward pass instead of keeping it.
     """
-    attend = attend or attention.backend(aux.device)
+    narrow = (
+        torch.get_autocast_dtype(aux.device.type)
+        if torch.is_autocast_enabled(aux.device.type)
+        else draft.fc.weight.dtype
+    )
+    attend = attend or attention.backend(aux.device, narrow)
+    finish = _finish_again if remat else _finish
     layers = [layer for layer in draft.layers if isinstance(layer, DecoderLayer)]
-    hidden, chains = _first(draft, layers, aux, tokens, plan, attend)
+    hidden, chains = _first(draft, layers, aux, tokens, plan, attend, finish)
     outputs = [hidden]
     for index, step in enumerate(plan.steps[1:], start=1):
         for chain in chains:
@@ -50,12 +63,21 @@ def unroll(draft: Eagle3, aux: Tensor, tokens: Tensor, plan: RowPlan, attend: At
         embeds = draft.embed(tokens[step.inputs]).to(hidden.dtype)
         positions = plan.positions[step.rows] + index
         for layer, chain in zip(layers, chains, strict=True):
-            hidden = _follow(layer, chain, embeds, hidden, positions, step, attend)
+            attended, residual = _follow(layer, chain, embeds, hidden, positions, step, attend)
+            hidden = finish(layer, residual, attended)
         outputs.append(hidden)
     return outputs
 
 
-def _first(draft: Eagle3, layers: list[DecoderLayer], aux: Tensor, tokens: Tensor, plan: RowPlan, attend: Attend):
+def _first(
+    draft: Eagle3,
+    layers: list[DecoderLayer],
+    aux: Tensor,
+    tokens: Tensor,
+    plan: RowPlan,
+    attend: Attend,
+    finish: Callable[[DecoderLayer, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, list[_Chain]]:
     """Step 0. Only the last layer may leave out queries: the layers before it make what the next one's keys are made of."""
     hidden = draft.fuse(aux)
     embeds = draft.embed(tokens[plan.context + 1]).to(hidden.dtype)
@@ -68,7 +90,8 @@ def _first(draft: Eagle3, layers: list[DecoderLayer], aux: Tensor, tokens: Tenso
             rows = plan.steps[0].rows
             inputs, residual, positions, runs = inputs[rows], residual[rows], positions[rows], plan.steps[0].runs
         queries = layer.self_attn.queries(inputs, positions)
-        hidden = layer.finish(residual, attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), runs))
+        attended = attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), runs)
+        hidden = finish(layer, residual, attended)
         chains.append(chain)
     return hidden, chains
 
@@ -81,8 +104,17 @@ def _follow(
     positions: Tensor,
     step: StepRows,
     attend: Attend,
-):
+) -> tuple[Tensor, Tensor]:
+    """Attention of a later step: its result [R, heads, head_dim] and the residual it is added to."""
     inputs, residual = layer.inputs(embeds, hidden)
     chain.diagonal.append(layer.self_attn.keys_values(inputs, positions))
     queries = layer.self_attn.queries(inputs, positions)
-    return layer.finish(residual, attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), step.runs))
+    return attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), step.runs), residual
+
+
+def _finish(layer: DecoderLayer, residual: Tensor, attended: Tensor) -> Tensor:
+    return layer.finish(residual, attended)
+
+
+def _finish_again(layer: DecoderLayer, residual: Tensor, attended: Tensor) -> Tensor:
+    return cast(Tensor, checkpoint(layer.finish, residual, attended, use_reentrant=False))

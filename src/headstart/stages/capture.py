@@ -74,20 +74,22 @@ def _use(samples: list[Sample], boundaries: tuple[int, ...], settings: config.Ca
 def check_disk(
     folder: Path, tokens: int, aux: int, anatomy: Anatomy, target: config.Target, settings: config.Capture
 ) -> None:
-    """Refuse before any work when the states cannot fit. Size: tokens * (n_aux + 1) * d * bytes, and 13 bytes of labels."""
+    """Refuse before any work when the states cannot fit; every token counted as a label row."""
     width, dtype = anatomy.required("hidden_size"), stored_dtype(target, settings)
-    needed = tokens * ((aux + 1) * width * dtype.itemsize + 13)
+    needed = tokens * store.bytes_per_token(width, aux, dtype)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"the states of {tokens:,} tokens need {size(needed)}, {size(free)} are free in {folder.parent}",
             looked_for=f"{aux} aux states and the last one, {width} wide, {str(dtype).removeprefix('torch.')}",
-            do="set capture.dtype to bfloat16, fewer data.max_conversations, or `directory` to a larger disk",
+            do="set capture.dtype to float8 or bfloat16, fewer data.max_conversations, or `directory` to a larger disk",
         )
 
 
 def stored_dtype(target: config.Target, settings: config.Capture) -> torch.dtype:
     """What states are stored in: the type asked for, else the engine's."""
+    if settings.dtype == "float8":
+        return store.FLOAT8
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
     return pick_dtype(target.dtype, pick_device(target.device))
@@ -142,12 +144,12 @@ def _one_shard(path: Path, part: list[Sample], work: _Work, bar: Progress) -> di
     lost = wanted.keys() - kept.keys() - dropped.keys()
     dropped |= {name: "the engine returned nothing" for name in wanted if name in lost}
     pairs = [(sample, kept[sample.id]) for sample in part if sample.id in kept]
-    store.write_shard(path, pairs, work.head, dropped)
+    store.write_shard(path, pairs, work.head, dropped, store.FLOAT8 if work.settings.dtype == "float8" else None)
     return dropped
 
 
 def _stored(states: States, settings: config.Capture) -> States:
-    if settings.dtype == "auto":
+    if settings.dtype in ("auto", "float8"):  # float8 has scales, so nothing can overflow
         return states
     dtype = getattr(torch, settings.dtype)
     return States(states.id, states.ids, states.aux.to(dtype), states.last.to(dtype))

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from headstart.pipeline import Context
 from headstart.target.anatomy import Anatomy
 from headstart.training.build import new_draft, shape_for
 from headstart.training.checkpoint import BEST, Progress
+from headstart.training.distributed import World, world
 from headstart.training.loop import Trainer
 
 
@@ -27,43 +29,54 @@ def run(context: Context) -> None:
     Raises:
         UserError: nothing to learn from, or a draft shape that does not fit.
         GateError: a gradient that is not finite.
+        Stopped: SIGTERM came; a checkpoint was saved.
     """
-    settings = context.run.draft
-    store = StateStore.open(context.parent("states"))
-    head = store.head()
-    vocab = DraftVocab.read(context.parent("vocab").path, head.vocab_size)
-    target = Anatomy(**store.facts["target"])
-    shape = shape_for(settings, target, tuple(store.facts["aux_layers"]), vocab.size)
-    draft = new_draft(
-        shape,
-        head,
-        torch.from_numpy(vocab.draft_to_target),
-        lm_head=settings.lm_head,
-        fc=settings.fc,
-        seed=context.run.train.seed,
-    )
-    device = str(pick_device(context.run.target.device))
-    with context.create() as build:
+    with context.create() as build, world(str(pick_device(context.run.target.device))) as joined:
+        draft, facts = _new(context)
         _tell(context, draft)
         checkpoint.save_weights(build.file(checkpoint.UNTRAINED), draft)
-        trainer = Trainer(
-            draft.to(device),
-            head.to(device),
-            store,
-            context.run.train,
-            settings.ttt_steps,
-            build.scratch,
-            context.events,
-            device,
-        )
+        trainer = _trainer(context, draft, build.scratch, joined)
         progress = trainer.run()
         shutil.copy(build.scratch / BEST, build.file(checkpoint.TRAINED))
         counts = _counts(trainer, progress)
-        facts = {"ttt_steps": settings.ttt_steps, "target": context.run.target.model, "vocabulary": vocab.size}
-        checkpoint.save_shape(build.path, shape, facts | {name: counts[name] for name in ("best_step", "best_tau")})
+        best = {name: counts[name] for name in ("best_step", "best_tau")}
+        checkpoint.save_shape(build.path, draft.shape, facts | best)
         _write_curves(build.file("curves.jsonl"), progress)
         build.counts |= counts
-        build.facts |= {"shape": asdict(shape)}
+        build.facts |= {"shape": asdict(draft.shape), "processes": joined.size}
+
+
+def follow(context: Context) -> None:
+    """What every other process of torchrun does meanwhile: the same training on its share, without writing."""
+    with world(str(pick_device(context.run.target.device))) as joined:
+        _trainer(context, _new(context)[0], context.path, joined).run()
+
+
+def _new(context: Context) -> tuple[Eagle3, dict[str, Any]]:
+    """The untrained draft, and the facts that are stored beside its shape."""
+    settings, store = context.run.draft, StateStore.open(context.parent("states"))
+    head = store.head()
+    vocab = DraftVocab.read(context.parent("vocab").path, head.vocab_size)
+    shape = shape_for(settings, Anatomy(**store.facts["target"]), tuple(store.facts["aux_layers"]), vocab.size)
+    kept = torch.from_numpy(vocab.draft_to_target)
+    seed = context.run.train.seed
+    draft = new_draft(shape, head, kept, lm_head=settings.lm_head, fc=settings.fc, seed=seed)
+    return draft, {"ttt_steps": settings.ttt_steps, "target": context.run.target.model, "vocabulary": vocab.size}
+
+
+def _trainer(context: Context, draft: Eagle3, folder: Path, joined: World) -> Trainer:
+    store = StateStore.open(context.parent("states"))
+    return Trainer(
+        draft.to(joined.device),
+        store.head().to(joined.device),
+        store,
+        context.run.train,
+        context.run.draft.ttt_steps,
+        folder,
+        context.events,
+        joined,
+        context.root,
+    )
 
 
 def _tell(context: Context, draft: Eagle3) -> None:

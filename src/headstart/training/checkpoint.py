@@ -1,4 +1,7 @@
-"""Checkpoints of a training in progress: all that the next step depends on, written whole or not at all."""
+"""Checkpoints of a training in progress: all that the next step depends on, written whole or not at all.
+
+They hold whole tensors, so a training continues on another number of processes than it was interrupted on.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,14 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headstart import files
-from headstart.drafts.checkpoint import fill, load_tensors, save_weights
-from headstart.drafts.eagle3 import Eagle3
+from headstart.drafts.checkpoint import load_tensors, save_tensors
 from headstart.errors import UserError
-from headstart.training.optim import Optimizer
 
 BEST = "best.safetensors"  # beside the checkpoints: the draft with the best acceptance length so far
-_STATE = "state.json"
+_WEIGHTS, _OPTIMIZER, _STATE = "draft.safetensors", "optimizer.pt", "state.json"
 
 
 @dataclass
@@ -33,19 +35,28 @@ class Progress:
     curves: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save(folder: Path, draft: Eagle3, optimizer: Optimizer, progress: Progress, keep: int) -> None:
+@dataclass(frozen=True)
+class Snapshot:
+    """weights: whole tensors by name, averaged ones as `ema.NAME`. optimizer: state dictionary with whole tensors."""
+
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    progress: Progress
+
+
+def save(folder: Path, snapshot: Snapshot, keep: int) -> None:
     """Write `step-NNNNNN`, then drop all but the newest `keep`. A kill at any moment leaves the older ones valid."""
-    final = folder / f"step-{progress.step:06d}"
+    final = folder / f"step-{snapshot.progress.step:06d}"
     work = folder / f".{final.name}.tmp"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    save_weights(work / "draft.safetensors", draft)
+    save_tensors(work / _WEIGHTS, snapshot.weights)
     buffer = io.BytesIO()  # written through `files`, so that a full disk is told as one
-    torch.save(optimizer.state_dict(), buffer)
-    files.write_bytes(work / "optimizer.pt", buffer.getvalue())
+    torch.save(snapshot.optimizer, buffer)
+    files.write_bytes(work / _OPTIMIZER, buffer.getvalue())
     if (folder.parent / BEST).exists():
         shutil.copy(folder.parent / BEST, work / BEST)
-    files.write_json(work / _STATE, asdict(progress))
+    files.write_json(work / _STATE, asdict(snapshot.progress))
     shutil.rmtree(final, ignore_errors=True)
     work.rename(final)
     files.sync_folder(folder)
@@ -53,22 +64,20 @@ def save(folder: Path, draft: Eagle3, optimizer: Optimizer, progress: Progress, 
         shutil.rmtree(old)
 
 
-def restore(folder: Path, draft: Eagle3, optimizer: Optimizer) -> Progress:
-    """Load the newest checkpoint that can be read into `draft` and `optimizer`; a fresh `Progress` when there is none."""
+def load(folder: Path) -> Snapshot | None:
+    """The newest checkpoint that can be read, its best draft put back in place; None when there is none."""
     for found in reversed(steps(folder)):
         try:
-            weights = load_tensors(found / "draft.safetensors")
-            state = torch.load(found / "optimizer.pt", weights_only=True, map_location="cpu")
+            weights = load_tensors(found / _WEIGHTS)
+            optimizer = torch.load(found / _OPTIMIZER, weights_only=True, map_location="cpu")
             progress = Progress(**files.read_json(found / _STATE))
         except (UserError, OSError, ValueError, TypeError, RuntimeError, EOFError, UnpicklingError):
             shutil.rmtree(found)  # damaged, by a power cut say: the one before it is as good
             continue
-        fill(draft, weights)
-        optimizer.load_state_dict(state)
         if (found / BEST).exists():
             shutil.copy(found / BEST, folder.parent / BEST)
-        return progress
-    return Progress()
+        return Snapshot(weights, optimizer, progress)
+    return None
 
 
 def steps(folder: Path) -> list[Path]:

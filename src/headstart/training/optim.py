@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headstart.config import Train
+from headstart.training.distributed import like
 
 # Embedding-like and head matrices are left to AdamW: Muon is made for matrices between hidden states.
 NOT_MUON = ("lm_head.weight",)
@@ -40,9 +41,19 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         return {"parts": [part.state_dict() for part in self._parts]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_whole(self, state: dict[str, Any]) -> None:
+        """Continue from a state dictionary of whole tensors, laid out anew as the parameters are."""
         for part, saved in zip(self._parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            states = {index: _laid_out(values, parameters[index]) for index, values in saved["state"].items()}
+            part.load_state_dict({**saved, "state": states})
+
+
+def _laid_out(values: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+    def place(value: Any) -> Any:
+        return like(value, parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+
+    return {name: place(value) for name, value in values.items()}
 
 
 def _adamw(parameters: list[nn.Parameter], settings: Train) -> torch.optim.Optimizer:

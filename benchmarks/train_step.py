@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""One EAGLE-3 training step, ours against speculators 0.9.0: the same weights, the same batch, in alternation, in one run.
+
+    python benchmarks/train_step.py [--tokens 2048] [--steps 7] [--shares 1.0 0.5 0.2] [--rounds 3] [--json FILE]
+
+Both compute in float32 on this machine's CPU with the threads that OMP_NUM_THREADS gives. Losses must agree to 1e-5 before anything
+is timed. The document is prompt then answer; `share` is the answer's part. Printed: median step time with its spread, the ratio of
+each round, peak memory beyond what the process held before the step (a process of its own for each), and the rate of our step
+against this machine's own matrix products, counting only what is needed (training/flops.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from fixtures_models import save_llama
+from headstart.drafts.eagle3 import Eagle3
+from headstart.drafts.layers import DraftShape
+from headstart.drafts.losses import Teacher, fused_divergence
+from headstart.drafts.rows import RowPlan, plan_rows
+from headstart.drafts.ttt import unroll
+from headstart.formats import speculators
+from headstart.formats.common import ExportFacts
+from headstart.target.head import TargetHead
+from headstart.training.build import new_draft
+from headstart.training.flops import dense_flops, step_flops
+from headstart.training.telemetry import measured_gemm
+
+WIDTH, VOCAB, DRAFT_VOCAB = 576, 49_152, 8_192  # SmolLM2-135M's shape, and its demo's draft vocabulary
+SHAPE = DraftShape(
+    hidden_size=WIDTH, target_hidden_size=WIDTH, aux_layers=(2, 3, 4), num_layers=1, num_heads=9, num_kv_heads=3, head_dim=64,
+    intermediate_size=1536, target_vocab_size=VOCAB, draft_vocab_size=DRAFT_VOCAB, rms_norm_eps=1e-5, rope_theta=1e5,
+    max_positions=8192, norm_before_residual=False, fc_norm=False, norm_output=False,
+)  # fmt: skip
+DECAY = 0.8
+
+
+@dataclass(frozen=True)
+class Work:
+    """One batch: a document of `tokens` tokens, the last `share` of them supervised."""
+
+    tokens: int
+    steps: int
+    share: float
+
+    @property
+    def mask(self) -> Tensor:
+        return torch.arange(self.tokens) >= round(self.tokens * (1 - self.share))
+
+    def random(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids [tokens], aux states [tokens, 3, d], last states [tokens, d]."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(VOCAB, (self.tokens,), generator=generator)
+        aux = torch.randn(self.tokens, 3, WIDTH, generator=generator)
+        return ids, aux, torch.randn(self.tokens, WIDTH, generator=generator)
+
+
+def prepare(folder: Path) -> tuple[Eagle3, TargetHead]:
+    """The same draft for both, written in the format that speculators loads."""
+    target = save_llama(
+        folder / "target", hidden_size=WIDTH, vocab_size=VOCAB, num_attention_heads=9, num_key_value_heads=3
+    )
+    found = load_file(target / "model.safetensors")
+    head = TargetHead(found["model.embed_tokens.weight"], found["lm_head.weight"], found["model.norm.weight"], 1e-5)
+    draft = new_draft(SHAPE, head, torch.arange(0, VOCAB, VOCAB // DRAFT_VOCAB)[:DRAFT_VOCAB], lm_head="target", seed=0)
+    speculators.write(
+        folder / "draft", draft, ExportFacts(str(target), ("LlamaForCausalLM",), "llama", 1, (2,), 3, True)
+    )
+    return draft, head
+
+
+def our_step(draft: Eagle3, head: TargetHead, work: Work) -> tuple[Callable[[], float], RowPlan]:
+    """Masks as speculators counts them: its row t of step i counts where l_{t+1+i}, ours (`label`) where l_{t+2+i}."""
+    ids, aux, last = work.random()
+    tokens = torch.cat((ids, torch.zeros(1, dtype=torch.int64)))
+    plan = plan_rows([np.append(False, work.mask.numpy())], work.steps, "label")
+    rows = head.restricted(draft.draft_to_target)
+    normalizer = head.log_normalizer(last[plan.teacher])  # stored at capture, so no part of a step
+    labels = torch.cat([step.labels for step in plan.steps])
+    means = [s.live.float() * (DECAY**i / (int(s.live.sum()) + 1e-5)) for i, s in enumerate(plan.steps)]
+    scale = torch.cat(means)
+
+    def step() -> float:
+        draft.zero_grad(set_to_none=True)
+        teacher = Teacher(head.norm(last[plan.teacher]), rows.lm_head, normalizer)
+        outs = unroll(draft, aux[plan.context], tokens, plan)
+        total, _ = fused_divergence(
+            draft.norm(torch.cat(outs)), draft.lm_head.weight, labels, scale, teacher, alpha=False
+        )
+        total.backward()
+        return float(total.detach())
+
+    return step, plan
+
+
+def their_step(folder: Path, work: Work) -> Callable[[], float]:
+    import oracle_speculators as theirs  # noqa: PLC0415 (slow to import)
+
+    model = theirs.load(folder / "draft")
+    ids, aux, last = work.random()
+    batch = theirs.collate(theirs.Document(ids, aux, last, work.mask))
+    loss_config = theirs.resolve_loss_config("kl_div", "eager")
+
+    def step() -> float:
+        model.zero_grad(set_to_none=True)
+        _, loss, _ = model(**batch, ttt_steps=work.steps, ttt_step_loss_decay=DECAY, loss_config=loss_config)
+        loss.backward()
+        return float(loss.detach())
+
+    return step
+
+
+def compare(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
+    draft, head = prepare(folder)
+    ours, plan = our_step(draft, head, work)
+    theirs = their_step(folder, work)
+    losses = ours(), theirs()  # also the warm-up
+    if not np.isclose(*losses, rtol=1e-5):
+        raise SystemExit(f"the losses differ: ours {losses[0]:.8g}, theirs {losses[1]:.8g}")
+    times: dict[str, list[float]] = {"ours": [], "theirs": []}
+    for number in range(rounds):
+        order = [("ours", ours), ("theirs", theirs)]
+        for name, step in order if number % 2 else order[::-1]:
+            gc.collect()
+            began = time.perf_counter()
+            step()
+            times[name].append(time.perf_counter() - began)
+    gemm, needed = measured_gemm(seconds=1.0), step_flops(SHAPE, plan, frozen_head=False)
+    best = min(times["ours"])
+    return {
+        "share": work.share,
+        "losses": losses,
+        "seconds": times,
+        "ratios": [b / a for a, b in zip(times["ours"], times["theirs"], strict=True)],
+        "needed_gflop": needed / 1e9,
+        "dense_gflop": dense_flops(SHAPE, work.tokens, work.steps) / 1e9,
+        "gemm_gflops": gemm / 1e9,
+        "of_the_limit": needed / best / gemm,
+        "tokens_per_second": work.tokens / best,
+    }
+
+
+def peak_memory(who: str, work: Work) -> float:
+    """Bytes that one step needs beyond what was held before it, the second step of a process of its own."""
+    command = [sys.executable, __file__, "--measure", who, "--tokens", str(work.tokens), "--steps", str(work.steps)]
+    done = subprocess.run([*command, "--shares", str(work.share)], capture_output=True, text=True, check=True)
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def measure(who: str, work: Work) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        draft, head = prepare(folder)
+        step = our_step(draft, head, work)[0] if who == "ours" else their_step(folder, work)
+        step()
+        gc.collect()
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        step()
+        print(_status("VmHWM") - before)
+
+
+def _status(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def show(result: dict[str, Any]) -> None:
+    ours, theirs = (result["seconds"][name] for name in ("ours", "theirs"))
+    memory = result["memory"]
+    print(
+        f"{result['share']:>6.0%}  {statistics.median(ours):7.2f} s ({min(ours):.2f}-{max(ours):.2f})"
+        f"  {statistics.median(theirs):7.2f} s ({min(theirs):.2f}-{max(theirs):.2f})"
+        f"  {statistics.median(result['ratios']):5.1f}x ({min(result['ratios']):.1f}-{max(result['ratios']):.1f})"
+        f"  {memory['ours'] / 2**30:5.2f} / {memory['theirs'] / 2**30:.2f} GiB = {memory['ours'] / memory['theirs']:.2f}"
+        f"  {result['of_the_limit']:6.0%} of {result['gemm_gflops']:.0f} GFLOP/s  {result['tokens_per_second']:6.0f} tok/s",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.2])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--measure", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        return measure(options.measure, Work(options.tokens, options.steps, options.shares[0]))
+    print(f"s = {options.tokens}, T = {options.steps}, {torch.get_num_threads()} thread(s)")
+    print("answer share, ours, speculators 0.9.0, ratio, memory, rate")
+    results = []
+    for share in options.shares:
+        work = Work(options.tokens, options.steps, share)
+        with tempfile.TemporaryDirectory() as folder:
+            result = compare(Path(folder), work, options.rounds)
+        result["memory"] = {who: peak_memory(who, work) for who in ("ours", "theirs")}
+        show(result)
+        results.append(result)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2))
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -191,3 +191,16 @@ def test_gpus_that_are_too_small() -> None:
     small = replace(machine, memory=40e9)
     said = "\n".join(advice.advice(subject, small, estimate.estimate(subject, small)))
     assert "target.tensor_parallel = 32, of the 8 GPUs there" in said
+
+
+def test_micro_batches_and_averages_change_the_memory_of_training() -> None:
+    def memory(**settings: object) -> float:
+        run = _demo().run
+        changed = run.model_copy(update={"train": run.train.model_copy(update=settings)})
+        stages = estimate.estimate(replace(_demo(), run=changed), DEMO_MACHINE)
+        return next(stage.memory for stage in stages if stage.verb == "train")
+
+    weights = draft.parameters(_demo().shape).bytes
+    assert memory(ema=0.99) == pytest.approx(memory() + weights)
+    assert memory(micro_tokens=256) < memory() - 50e6
+    assert memory(micro_tokens=4096) == memory()

@@ -55,7 +55,7 @@ def _would(what: str, changed: Subject, machine: Hardware) -> str:
 
 def _lighter(stage: Stage, subject: Subject, machine: Hardware) -> str:
     if stage.verb == "train":
-        return "train.batch_tokens and draft.ttt_steps make what is kept for the backward pass"
+        return "train.micro_tokens and train.recompute make less of what is kept for the backward pass, with the same result"
     count = 1
     while subject.weights / count + WORKING > USABLE * machine.memory and count < 1024:
         count *= 2

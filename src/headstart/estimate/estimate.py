@@ -114,8 +114,9 @@ def _train(subject: Subject, machine: Hardware) -> Stage:
     alpha = 2 * shape.target_hidden_size * shape.target_vocab_size  # the target's whole distribution
     validating = validations * work.held_out * (cost.total(live, dead) / 3 + live * alpha)
     optimizer = counts.optimizer_bytes(train.optimizer)
-    checkpoints = (train.keep_checkpoints + 1) * (2 * counts.bytes + optimizer) + counts.bytes
-    memory = 2 * counts.bytes + optimizer + subject.head_bytes + _activations(subject)
+    kept = optimizer + (counts.bytes if train.ema else 0)
+    checkpoints = (train.keep_checkpoints + 1) * (2 * counts.bytes + kept) + counts.bytes
+    memory = 2 * counts.bytes + kept + subject.head_bytes + _activations(subject)
     disk = 2 * counts.bytes + FIXED  # the draft, and as it was before
     return Stage("train", disk, memory, (training + validating) / machine.train, peak=max(checkpoints - disk, 0))
 
@@ -125,12 +126,13 @@ def _unlimited(run: Run) -> Run:
 
 
 def _activations(subject: Subject) -> float:
-    """Of one packed batch: fused states, and per TTT step the residual stream, queries and the MLP, kept for backward."""
+    """Of one forward pass: fused states, and per TTT step the residual stream, queries and the MLP, kept for backward."""
     shape, train = subject.shape, subject.run.train
     share = subject.work.answer_tokens / max(subject.work.tokens, 1)
     row = 8 * shape.hidden_size + 3 * shape.intermediate_size + 2 * shape.num_heads * shape.head_dim
-    live = train.batch_tokens * share * subject.run.draft.ttt_steps * row * shape.num_layers
-    return FLOAT * (live + train.batch_tokens * (len(shape.aux_layers) + 3) * shape.hidden_size)
+    tokens = min(train.batch_tokens, train.micro_tokens or train.batch_tokens)
+    live = tokens * share * subject.run.draft.ttt_steps * row * shape.num_layers
+    return FLOAT * (live + tokens * (len(shape.aux_layers) + 3) * shape.hidden_size)
 
 
 def _evaluate(subject: Subject, machine: Hardware) -> Stage:

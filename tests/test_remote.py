@@ -294,7 +294,7 @@ def job(built: Path, slow: Path) -> Job:
         """Ship the wheel, and describe a job of these verbs in this environment."""
         one.ship({"wheels/1/headstart.whl": built}, "runs/run/inputs")
         plan = {"wheel": "wheels/1/headstart.whl", "code": "1", "inputs": "1", "verbs": verbs, "python": str(slow)}
-        return plan | {"environment": "1", "requirements": [], "modules": {}} | changes
+        return plan | {"environment": "1", "requirements": [], "needs": {}} | changes
 
     return make
 
@@ -316,7 +316,13 @@ def test_a_job_runs_the_shipped_package_to_its_end(opened: Open, job: Job, tmp_p
     [
         ((("doctor", "no-such.json"), ("config",)), {}, "failed", 2, "failed with exit code 2"),
         ((("config",),), {"python": "/no/such python"}, "failed", 2, "/no/such python is no Python that can be run"),
-        ((("config",),), {"modules": {"no_such": "no-such", "json": "x"}}, "failed", 2, "lacks no-such"),
+        (
+            (("config",),),
+            {"needs": {"no-such": "no-such>=2", "json": "x", "typer": "y"}},
+            "failed",
+            2,
+            "lacks no-such>=2",
+        ),
     ],
 )
 def test_a_job_that_fails_says_why(

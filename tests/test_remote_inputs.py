@@ -13,7 +13,7 @@ import pytest
 
 from headstart import config, files
 from headstart.errors import UserError
-from headstart.remote import command, inputs, ssh, toml, wheel
+from headstart.remote import inputs, ssh, toml, wheel
 
 ODD = 'it\'s "odd" $HOME `id` ünï'
 
@@ -149,5 +149,6 @@ def test_the_wheel_holds_the_package_and_its_needs(tmp_path: Path) -> None:
         held = archive.namelist()
     assert {"headstart/cli.py", "headstart/recipes/demo.toml", "headstart/remote/agent/__main__.py"} <= set(held)
     light, full = wheel.requirements(built, ()), wheel.requirements(built, ("train", "report"))
-    assert [need.partition(">")[0] for need in light] == ["pydantic", "rich", "typer"]
-    assert {"torch", "matplotlib"} <= {need.partition(">")[0] for need in full} <= set(command.MODULES.values())
+    assert [wheel.package(need) for need in light] == ["pydantic", "rich", "typer"]
+    assert {"torch", "matplotlib", "huggingface-hub", "typer"} <= {wheel.package(need) for need in full}
+    assert "vllm" not in map(wheel.package, full)

@@ -22,11 +22,6 @@ from headstart.remote.there import There
 
 FOLDER = "headstart"  # in the home there
 SETTINGS = "run.toml"
-MODULES = {
-    **{name: name for name in ("pydantic", "rich", "typer", "torch", "transformers", "tokenizers", "safetensors")},
-    **{name: name for name in ("pyarrow", "numpy", "jinja2", "gguf", "matplotlib")},
-    "huggingface_hub": "huggingface-hub",
-}
 VERBS = (("doctor", SETTINGS), ("run", SETTINGS))
 _NAME = re.compile(r"\w[\w.+-]*")
 _GLOB = re.compile(r"[*?\[\]]")
@@ -215,7 +210,7 @@ def _job(
         "python": options.python,
         "environment": files.sha256_json(needs)[:16],
         "requirements": needs,
-        "modules": MODULES | ({"vllm": "vllm"} if "vllm" in _extras(run) else {}),
+        "needs": {wheel.package(need): need for need in needs},
         "verbs": VERBS,
     }
     return job, wanted

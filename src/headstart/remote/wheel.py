@@ -54,3 +54,8 @@ def requirements(wheel: Path, extras: tuple[str, ...]) -> list[str]:
         if extra is None or extra[1] in extras:
             found.append(_EXTRA.sub("", line))
     return sorted(set(found))
+
+
+def package(requirement: str) -> str:
+    """The package that a requirement names."""
+    return re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]

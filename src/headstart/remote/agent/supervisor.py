@@ -19,9 +19,16 @@ from .common import Refused, as_refusal, read_json, say, write_json
 from .state import take
 
 NEWEST, OLDEST = (3, 13), (3, 11)  # Pythons that a new environment is made with
+# Version of a Python, and which of the packages or modules named it lacks.
 PROBE = """
 import importlib.util, json, sys
-print(json.dumps([list(sys.version_info[:2]), [n for n in sys.argv[1:] if importlib.util.find_spec(n) is None]]))
+from importlib import metadata
+def lacks(name):
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return importlib.util.find_spec(name) is None
+print(json.dumps([list(sys.version_info[:2]), [name for name in sys.argv[1:] if lacks(name)]]))
 """
 
 
@@ -88,7 +95,7 @@ def given(job: dict[str, Any]) -> str:
     """The interpreter of an environment that is there, when it has all that is needed."""
     # Not resolved: a virtual environment is a link to some Python, and lost when the link is followed.
     python = str(Path(job["python"]).expanduser().absolute())
-    found = probe(python, job["modules"])
+    found = probe(python, job["needs"])
     if found is None:
         raise Refused(f"{python} is no Python that can be run", "an interpreter there", "correct --python")
     version, missing = found
@@ -97,7 +104,7 @@ def given(job: dict[str, Any]) -> str:
             f"{python} is Python {version[0]}.{version[1]}", "3.11 or newer", "give another one: --python PATH"
         )
     if missing:
-        packages = sorted({job["modules"][name] for name in missing})
+        packages = sorted(job["needs"][name] for name in missing)
         what = f"the environment of {python} lacks {', '.join(packages)}"
         raise Refused(what, do=f"there: {python} -m pip install {' '.join(map(repr, packages))}")
     return python

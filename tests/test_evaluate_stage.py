@@ -62,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         captured = {states.id: states for states in engine.capture(samples, AUX, 512)}
         engine.head().save(build.path)
         name = store.shard_name(0)
-        store.write_shard(build.file(name), [(s, captured[s.id]) for s in samples], engine.head(), {})
+        store.write_shard(build.file(name), store.label([(s, captured[s.id]) for s in samples], engine.head()), {})
         store.write_index(build.file(store.INDEX), (store.read_header(build.file(name)) or ([], {}))[0])
         build.facts |= {"aux_layers": list(AUX)}
     with artifact.create(

@@ -28,6 +28,7 @@ from headstart.engines.base import Refused, Use
 from headstart.engines.transformers import TransformersEngine
 from headstart.errors import GateError, UserError
 from headstart.events import Events, read
+from headstart.pipeline import BY_VERB, Context
 from headstart.stages import regenerate
 from headstart.target.smollm2 import materialize
 from headstart.types import Completion, Conversation, Finish, Message, Prompt, Sample, Sampling
@@ -301,6 +302,17 @@ def test_truncated_answers_are_counted_and_dropped_on_demand(tmp_path: Path, tar
     assert {sample.finish for sample in samples_of(dropped)} == {"stop"}
     assert dropped.counts["truncated"] > 0
     assert dropped.counts["dropped"][dialogue.TRUNCATED] == 10 - len(whole)
+
+
+@pytest.mark.parametrize(("truncated", "told"), [(35, True), (10, False)])
+def test_c20_many_truncated_answers_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], truncated: int, told: bool
+):
+    context = Context(make_run(tmp_path, tmp_path, singles(1)), BY_VERB["regenerate"], tmp_path, Events())
+    counts = {"conversations": 100, "conversations_read": 100, "supervised_tokens": 9, "dropped": {}, "shortened": {}}
+    regenerate._tell(context, counts | {"answers": 100, "truncated": truncated})
+    said = capsys.readouterr()
+    assert ("35 of 100 answers were truncated (regenerate.truncated = 'keep')" in said.out + said.err) is told
 
 
 def test_nothing_left_is_an_error_with_the_reason(tmp_path: Path, target: Path):

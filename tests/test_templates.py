@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 
 import fixtures_text as text
 from fixtures_text import chat, make_tokenizer, save_tokenizer
+from headstart.data.content import Unusable
+from headstart.data.rows import read_conversations, write_conversations
+from headstart.data.sources import BAD_TOOLS, read_row, role_names
 from headstart.data.templates import Template, TemplateRefused
 from headstart.data.turns import Rendered, Turn, cut, merge_turns
 from headstart.errors import UserError
-from headstart.types import Sample
+from headstart.types import Conversation, Sample
 
 THREE = chat(
     "What did she see?", "Birds, mostly.", "How many?", "365, as I said.", "Why?", "The wind: it turned north."
@@ -270,3 +274,30 @@ def test_cut_keeps_a_prefix_that_ends_supervised(spans: list[tuple[int, int]], m
     assert kept.supervised[-1]
     assert (kept.supervised == mask[:size]).all()
     assert not mask[size:max_length].any()
+
+
+TOOLS = [{"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "properties": {}}, "a": 1}}]
+
+
+@pytest.mark.parametrize("given", [TOOLS, json.dumps(TOOLS)])
+def test_c16_tool_definitions_reach_the_prompt_as_they_came(tmp_path: Path, given: object) -> None:
+    """Keys out of order stay so, on the way through our own Parquet too; the ids are those of the tokenizer's own template."""
+    row = {"tools": given, "messages": [{"role": "user", "content": "What did she see?"}]}
+    _, messages = read_row(row, role_names({}))
+    write_conversations(tmp_path / "c.parquet", [Conversation("c", "s", 0, "train", tuple(messages))])
+    (stored,) = read_conversations(tmp_path / "c.parquet")
+    template = make(text.T_TOOL)
+    expected = template.tokenizer.apply_chat_template(
+        row["messages"], tools=TOOLS, add_generation_prompt=True, tokenize=False
+    )
+    assert template.decode(template.prompt_ids(stored.messages)) == expected
+    assert '"name": "tide", "parameters": {"type": "object", "properties": {}}, "a": 1' in expected
+    later = [*stored.messages, {"role": "assistant", "content": "Birds."}, {"role": "user", "content": "Why?"}]
+    assert "tide" in template.decode(template.prompt_ids(later))
+
+
+@pytest.mark.parametrize("given", ["no json", [1], {"name": "x"}])
+def test_c16_tools_that_cannot_be_read_drop_the_row_with_a_reason(given: object) -> None:
+    with pytest.raises(Unusable) as dropped:
+        read_row({"tools": given, "messages": [{"role": "user", "content": "Hi"}]}, role_names({}))
+    assert dropped.value.reason == BAD_TOOLS

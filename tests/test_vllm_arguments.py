@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 
 from fixtures_models import save_llama, save_wrapper
-from headstart.config import Target
+from headstart.config import Capture, Target
 from headstart.engines.base import Use
-from headstart.engines.vllm import arguments, engine, proof, start
+from headstart.engines.vllm import arguments, engine, proof, releases, start
 from headstart.engines.vllm.ladder import Name, Rung
 from headstart.engines.vllm.releases import Release
 from headstart.engines.vllm.variables import SHIM
 from headstart.errors import GateError, UserError
+from headstart.stages import capture
 from headstart.target.anatomy import Anatomy, inspect
 
 ANSWERS, STATES = Use(100, 8, 64), Use(100, 8, 64, (2, 3, 4))
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+KEPT = ("2", "3", "4", "7")  # what vLLM keeps for STATES: the last boundary too
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +90,13 @@ def test_a_wrapper_is_loaded_for_text_alone(tmp_path: Path) -> None:
 
 
 def test_mla_on_a_cpu_avoids_the_wrong_kernel(llama: Anatomy) -> None:
-    from dataclasses import replace
-
     mla = replace(llama, mla=True)
     assert "-rotary_embedding" in plan(mla, STATES).arguments["compilation_config"]["custom_ops"]
     assert "compilation_config" not in plan(mla, STATES, device="cuda").arguments
+    own = {"compilation_config": {"mode": 0}}
+    with pytest.raises(UserError, match="rotates the queries of MLA wrongly"):
+        plan(mla, STATES, engine_options=own)
+    assert plan(llama, STATES, engine_options=own).arguments["compilation_config"] == {"mode": 0}
 
 
 def test_the_users_options_win_except_over_correctness(llama: Anatomy) -> None:
@@ -108,7 +114,7 @@ def test_the_users_options_win_except_over_correctness(llama: Anatomy) -> None:
 
 def facts(**changes: Any) -> dict[str, Any]:
     worker = {"rank": 0, "pid": 5, "plugin": {"loaded": True, "shims": ["LlamaForCausalLM"]}}
-    check = {"rule": "sum", "boundaries": {"2": 0.0, "7": 1e-6}}
+    check = {"rule": "sum", "boundaries": dict.fromkeys(KEPT, 1e-6)}
     model = {"architecture": "LlamaForCausalLM"}
     return {"workers": [worker], "self_check": check, "dtype": "float32", "model": model} | changes
 
@@ -128,10 +134,19 @@ def test_a_capture_that_is_not_what_passes_the_layers_is_stopped(llama: Anatomy)
     native = plan(llama, STATES)
     proof.check_layers(native, facts())
     for difference in (0.02, float("nan")):
-        early = {"rule": "sum", "boundaries": {"2": 0.0, "7": difference}}
-        with pytest.raises(GateError, match=r"not what passes its layers .*7: "):
+        early = {"rule": "sum", "boundaries": {**dict.fromkeys(KEPT, 0.0), KEPT[-1]: difference}}
+        with pytest.raises(GateError, match=rf"not what passes its layers .*{KEPT[-1]}: "):
             proof.check_layers(native, facts(self_check=early))
-    proof.check_layers(native, facts(dtype="bfloat16", self_check={"rule": "sum", "boundaries": {"7": 5e-3}}))
+    rounded = {"rule": "sum", "boundaries": dict.fromkeys(KEPT, 5e-3)}
+    proof.check_layers(native, facts(dtype="bfloat16", self_check=rounded))
+
+
+@pytest.mark.parametrize("compared", [{}, dict.fromkeys(("2", "3", "4"), 0.0)])
+def test_a_self_check_that_compared_nothing_proves_nothing(llama: Anatomy, compared: dict[str, float]) -> None:
+    some = facts(self_check={"rule": "sum", "boundaries": compared})
+    with pytest.raises(GateError, match="compared nothing at the boundaries"):
+        proof.check_layers(plan(llama, STATES), some)
+    proof.check_layers(plan(llama, STATES, "hooks"), some)  # reads the layers themselves
 
 
 @pytest.mark.parametrize(("rung", "stops"), [("shim", True), ("hooks", True), ("native", False)])
@@ -149,6 +164,39 @@ def test_no_vllm_is_said_before_anything_starts(llama: Anatomy, monkeypatch: pyt
     with pytest.raises(UserError, match="there is no vLLM") as refused:
         start.start_of(Path("/m"), Target(model="m", engine="vllm"), STATES, llama)
     assert "target.python" in str(refused.value)
+
+
+def test_a_target_that_cannot_be_captured_is_refused_before_vllm_starts(
+    llama: Anatomy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case C29, the outer class that nothing captures."""
+    unknown = replace(llama, architecture="OddForConditionalGeneration")
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "num_hidden_layers": 6, "vocab_size": 9}')
+    monkeypatch.setattr(start.releases, "installed", lambda python: releases.known("0.16.0"))
+    target = Target(model="m", engine="vllm", python="/other/python")
+    with pytest.raises(UserError, match=r"cannot be captured with vLLM 0\.16\.0: .*does not know Odd"):
+        start.start_of(tmp_path, target, STATES, unknown)
+
+
+def test_a_gpu_by_its_number_is_one_of_those_that_are_visible(llama: Anatomy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen() -> str:
+        return arguments.base_environment(Target(model="m", device="cuda:1"), ANSWERS, llama, "cuda")[VISIBLE]
+
+    monkeypatch.delenv(VISIBLE, raising=False)
+    assert chosen() == "1"
+    monkeypatch.setenv(VISIBLE, "4,GPU-5")
+    assert chosen() == "GPU-5"
+    monkeypatch.setenv(VISIBLE, "4")
+    with pytest.raises(UserError, match="shows 1 GPUs"):
+        chosen()
+
+
+def test_the_stored_type_is_that_of_the_engine_in_its_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's vLLM beside a Python of ours that sees no GPU."""
+    monkeypatch.setattr(start.releases, "installed", lambda python: releases.known("0.32.0"))
+    target = Target(model="m", engine="vllm", python="/other/python", device="cuda:1")
+    assert capture.stored_dtype(target, Capture()) == torch.bfloat16
+    assert capture.stored_dtype(target, Capture(dtype="float32")) == torch.float32
 
 
 def test_states_of_another_shape_are_stopped(tmp_path: Path) -> None:

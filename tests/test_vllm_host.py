@@ -170,17 +170,37 @@ def test_a_killed_parent_leaves_no_host_behind(environment: dict[str, str], how:
     assert until(lambda: not Path(scratch).exists())
 
 
+def test_a_parent_that_is_killed_within_a_command_leaves_no_host_behind(environment: dict[str, str]) -> None:
+    running = Host(environment=environment)
+    running._write.write('{"do": "generate", "requests": [')
+    running._write.close()
+    try:
+        assert until(lambda: running._process.poll() is not None)
+        assert not running.scratch.exists()
+    finally:
+        running.kill()
+
+
+def test_an_id_that_is_asked_for_twice_is_refused(host: Host) -> None:
+    host.ask("start", arguments={"model": "m"}, capture=CAPTURE)
+    with pytest.raises(Refused, match="the id p0 was asked for twice"):
+        list(host.events("capture", requests=[*ask([1]), *ask([2])], flush_within=1))
+
+
 def test_what_a_dead_process_left_in_memory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MEMORY", tmp_path)
     gone = subprocess.Popen(["true"])
     gone.wait()
-    left = tmp_path / f"headstart-{gone.pid}-abc"
+    left = tmp_path / f"headstart-{launch._namespace()}-{gone.pid}-abc"
     left.mkdir()
-    ours = tmp_path / f"headstart-{os.getpid()}-abc"
+    ours = tmp_path / f"headstart-{launch._namespace()}-{os.getpid()}-abc"
     ours.mkdir()
+    containers = tmp_path / f"headstart-{launch._namespace() + 1}-{gone.pid}-abc"  # who shares /dev/shm with us
+    containers.mkdir()
     assert launch._scratch().parent == tmp_path
     assert not left.exists()
     assert ours.exists()
+    assert containers.exists()
 
 
 def test_a_small_memory_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +212,8 @@ def test_a_small_memory_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.M
     assert made.parent == Path(tempfile.gettempdir())
 
 
-def test_a_python_that_is_none_is_refused() -> None:
+def test_a_python_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_scratch", lambda: pytest.fail("a folder is left behind"))
     with pytest.raises(UserError, match="no program"):
         Host(python="/nowhere/python")
 

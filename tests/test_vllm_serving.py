@@ -128,7 +128,7 @@ def learn_from(
     folder.mkdir()
     head.save(folder)
     path = folder / store.shard_name(0)
-    store.write_shard(path, [(sample, states)], head, {})
+    store.write_shard(path, store.label([(sample, states)], head), {})
     store.write_index(folder / store.INDEX, (store.read_header(path) or ([], {}))[0])
     return StateStore(folder, {"aux_layers": list(AUX)})
 

@@ -34,7 +34,7 @@ def dressed(
     tokens: tuple[str, ...] = (),
     files: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
-    cannot: str = "",
+    **more: Any,
 ) -> Model:
     """The text model `bare` of BARES with `config(its config.json)` and `weights(its tensors)`. files: further files by name."""
 
@@ -51,7 +51,7 @@ def dressed(
         for name, content in (files or {}).items():
             (folder / name).write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
 
-    return Model(architecture, path, make, traits, BARES[bare].options | (options or {}), cannot)
+    return Model(architecture, path, make, traits, BARES[bare].options | (options or {}), **more)
 
 
 def save_grafted(bare: Path, folder: Path) -> Path:

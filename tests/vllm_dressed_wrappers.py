@@ -210,6 +210,7 @@ DRESSED_WRAPPERS: dict[str, Model] = {
         weights=behind("decoder."),
         tokens=("<|AUDIO|>",),
         options={"limit_mm_per_prompt": {"audio": 0}},
-        cannot="failed to be inspected",  # it imports torchaudio
+        cannot="failed to be inspected",
+        note="it imports torchaudio, which the test environment does not have",
     ),
 }

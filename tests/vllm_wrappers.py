@@ -26,7 +26,7 @@ def _whole(
     *traits: str,
     tokens: tuple[str, ...] = ("<image>",),
     processor: Processor | None = None,
-    cannot: str = "",
+    **more: Any,
 ) -> Model:
     """A wrapper as Transformers builds it. `processor(tokenizer, config)` makes what prepares its images."""
 
@@ -39,7 +39,7 @@ def _whole(
             processor(tokenizer, settings).save_pretrained(folder)
 
     images = ("images",) if processor else ()
-    return Model(architecture, path, make, ("wrapper", *images, *traits), {} if processor else NO_IMAGES, cannot)
+    return Model(architecture, path, make, ("wrapper", *images, *traits), {} if processor else NO_IMAGES, **more)
 
 
 def _old_spelling(file: Path) -> None:
@@ -255,5 +255,5 @@ WRAPPERS: dict[str, Model] = {
     "paligemma": _whole("PaliGemmaForConditionalGeneration", _paligemma),
     "mistral3": _whole("Mistral3ForConditionalGeneration", _mistral3),
     "cohere2_vision": _whole("Cohere2VisionForConditionalGeneration", _cohere2_vision, INNER, "residual trap"),
-    "lfm2_vl": _whole("Lfm2VlForConditionalGeneration", _lfm2_vl, INNER, "hybrid", cannot=SHORT_CONV),
+    "lfm2_vl": _whole("Lfm2VlForConditionalGeneration", _lfm2_vl, INNER, "hybrid", **SHORT_CONV),
 }

@@ -82,11 +82,8 @@ def render(record: dict[str, Any]) -> str:
         _table(HEAD, [_row(row) for row in measured]),
     ]
     if failed:
-        said = [(row["architecture"], f"`{row['cannot']}`") for row in failed]
-        parts += [
-            "## What vLLM itself cannot run on a CPU in float32",
-            _table(("architecture", "what vLLM says"), said),
-        ]
+        said = [(row["architecture"], f"`{row['cannot']}`" + _note(row)) for row in failed]
+        parts += ["## What this vLLM cannot run on a CPU in float32", _table(("architecture", "what stops it"), said)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -99,10 +96,14 @@ def _count(rows: list[dict[str, Any]]) -> str:
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    traits = ", ".join(row["traits"]) or "–"
-    difference = f"{row['difference']:.1e} of {row['magnitude']:.1f}" + (f" ({row['note']})" if row.get("note") else "")
+    traits = ", ".join(trait for trait in row["traits"] if trait != "images") or "–"
+    difference = f"{row['difference']:.1e} of {row['magnitude']:.1f}" + _note(row)
     rule = RULES.get(row["rule"], str(row["rule"]))
     return (row["architecture"], traits, f"`{row['layers_path']}`", row["rung"], rule, row["reference"], difference)
+
+
+def _note(row: dict[str, Any]) -> str:
+    return f" ({row['note']})" if row.get("note") else ""
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -64,6 +64,8 @@ def _told(error: Exception) -> HeadstartError | None:
         return error
     if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in EXTRAS:
         return UserError(f"{missing} is not installed", do=f"pip install 'headstart[{EXTRAS[missing]}]'")
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(f"no file can have a name as long as {str(error.filename)[:40]}...")
     if _disk_is_full(error):
         name = getattr(error, "filename", None) or "where it was written"
         return UserError(f"no space is left on the disk of {name}", do="make room; the same command continues")

@@ -26,6 +26,7 @@ Temperature = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 LossName = Literal["kl", "tv", "lk", "lk_alpha", "ce"]
+Mixture = Annotated[dict[LossName, PositiveFloat], Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -149,7 +150,7 @@ class Train(Section):
     weight_decay: float = Field(0.1, ge=0, description="weight decay of AdamW, on matrices only")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two averages of AdamW")
     clip: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
-    loss: LossName | dict[LossName, PositiveFloat] = Field(
+    loss: LossName | Mixture = Field(
         "kl",
         description="kl: forward KL; tv: total variation; lk: their hybrid per position; lk_alpha: -log acceptance; ce: the tokens "
         "themselves; or a mixture such as {kl = 0.9, ce = 0.1}",
@@ -379,7 +380,9 @@ def _explain(error: ValidationError) -> UserError:
     """The first fault, but an unknown key before all others: misspelt, it is also why another one is missing."""
     faults = error.errors()
     first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-    name = ".".join(str(part) for part in first["loc"])
+    if isinstance(first["input"], dict) and first["type"] == "literal_error":  # a word or a table: a table was given
+        first = faults[min(1, len(faults) - 1)]
+    name = ".".join(str(part) for part in first["loc"] if part != "[key]" and "[" not in str(part))
     listing = "headstart config lists every setting"
     if first["type"] == "extra_forbidden":
         near = _nearest(name)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import numpy as np
 
-Message = dict[str, Any]  # {"role": ..., "content": ...} and what a template may use beside them
+# {"role": ..., "content": ...} and what a template may use beside them; the first one has the `tools` that may be called.
+Message = dict[str, Any]
 Split = Literal["train", "validation"]
 Finish = Literal["stop", "length", "given"]  # `given`: the answer came with the data
 

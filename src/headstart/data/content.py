@@ -111,6 +111,7 @@ def identity(message: Message) -> str:
 
 def for_template(message: Message) -> Message:
     """The message as chat templates take it: image parts are empty, since a template only marks their places."""
+    message = {key: value for key, value in message.items() if key != "tools"}
     if isinstance(message.get("content") or "", str):
         return message
     parts = [part if part["type"] == "text" else {"type": part["type"]} for part in message["content"]]

@@ -9,6 +9,8 @@ import torch
 from headstart.engines.base import States
 from headstart.types import Sample
 
+FEW, LEAST_GREEDY = 4, 0.5
+
 
 def fault(sample: Sample, states: States) -> str | None:
     """Why the states of a sample cannot be trusted, or None."""
@@ -16,6 +18,19 @@ def fault(sample: Sample, states: States) -> str | None:
         if reason := gate(sample, states):
             return reason
     return None
+
+
+def strange(sample: Sample, top1: torch.Tensor) -> str | None:
+    """Why the states of a greedy answer cannot be its own, or None.
+
+    top1: int [L], the most likely token by the last state of each label row. An answer that was decoded greedily is made of
+    those, but for near ties; states of another request, under whatever ids, hardly ever give them. Too few rows say nothing.
+    """
+    following = sample.input_ids[1:][sample.supervised[1:]]
+    hits = int((top1.numpy() == following).sum())
+    if len(following) < FEW or hits >= LEAST_GREEDY * len(following):
+        return None
+    return f"the states are not those of its answer: they make {hits} of {len(following)} tokens the most likely ones"
 
 
 def _belongs(sample: Sample, states: States) -> str | None:

@@ -39,6 +39,7 @@ UNKNOWN_ROLE = "unknown role"
 TURN_ORDER = "roles"  # the turns do not follow one another as a chat does
 EMPTY = "empty"
 NOTHING = "nothing to train on"
+BAD_TOOLS = "unreadable tools"
 
 
 def role_names(aliases: Mapping[str, str]) -> dict[str, str]:
@@ -66,6 +67,8 @@ def read_row(value: Any, roles: Mapping[str, str], folder: Path | None = None) -
     if not messages:
         raise Unusable(NO_MESSAGES)
     reader.place_rest(messages)
+    if tools := _tools(value):
+        messages[0] = {**messages[0], "tools": tools}
     return shape, messages
 
 
@@ -149,6 +152,19 @@ def _list_shape(value: dict[str, Any], key: str) -> tuple[str, list[Any]]:
 def _pair(prompt: Any, completion: Any) -> tuple[str, list[Any]]:
     answer = [] if completion is None else _side(completion, "assistant")
     return PAIR if answer else PROMPT, [*_side(prompt, "user"), *answer]
+
+
+def _tools(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tool definitions of a record, a list or its JSON text, keys in the order they came in: templates print them so."""
+    tools = value.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise Unusable(BAD_TOOLS, short(tools)) from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable(BAD_TOOLS, short(tools))
+    return tools
 
 
 def _side(value: Any, role: str) -> list[Any]:

@@ -94,24 +94,41 @@ def label_rows(supervised: np.ndarray) -> np.ndarray:
     return np.append(supervised[1:], False)
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """A captured sample with what its L label rows teach: log_normalizer float32 [L], top1 int32 [L]; last: [L, d]."""
+
+    sample: Sample
+    states: States
+    last: Tensor
+    log_normalizer: Tensor
+    top1: Tensor
+
+
+def label(pairs: Sequence[tuple[Sample, States]], head: TargetHead) -> list[Labelled]:
+    """The pairs with their labels."""
+    if not pairs:
+        return []
+    last = [states.last[torch.from_numpy(label_rows(sample.supervised))] for sample, states in pairs]
+    sizes = [len(rows) for rows in last]
+    labels = (values.split(sizes) for values in _labels(torch.cat(last), head))
+    return [Labelled(*pair, *rest) for pair, *rest in zip(pairs, last, *labels, strict=True)]
+
+
 def write_shard(
-    path: Path,
-    pairs: Sequence[tuple[Sample, States]],
-    head: TargetHead,
-    dropped: dict[str, str],
-    dtype: torch.dtype | None = None,
+    path: Path, items: Sequence[Labelled], dropped: dict[str, str], dtype: torch.dtype | None = None
 ) -> None:
     """Write one shard whole or not at all, states as `dtype` (their own when None). `dropped` maps ids of samples left out to the
     reason."""
     entries, start, first = [], 0, 0
-    for sample, _ in pairs:
-        span = (start, len(sample.input_ids), first, int(label_rows(sample.supervised).sum()))
+    for item in items:
+        sample, span = item.sample, (start, len(item.sample.input_ids), first, len(item.last))
         entries.append(Entry(sample.id, sample.conversation, sample.source, sample.split, path.name, *span))
         start, first = start + span[1], first + span[3]
     # One key: safetensors writes several in an order that changes, and equal shards must have equal bytes.
     header = {HEADER: json.dumps({"entries": [asdict(entry) for entry in entries], "dropped": dropped})}
     with files.replacing(path) as temporary:
-        save_file(_columns(pairs, head, dtype), temporary, metadata=header)
+        save_file(_columns(items, dtype), temporary, metadata=header)
 
 
 def read_header(path: Path) -> tuple[list[Entry], dict[str, str]] | None:
@@ -185,23 +202,19 @@ def widen(stored: Tensor, scale: Tensor | None) -> Tensor:
     return stored.float() if scale is None else stored.float() * scale[..., None]
 
 
-def _columns(pairs: Sequence[tuple[Sample, States]], head: TargetHead, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    if not pairs:  # every sample of the shard was dropped; its header says why
+def _columns(items: Sequence[Labelled], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    if not items:  # every sample of the shard was dropped; its header says why
         return {"input_ids": torch.zeros(0, dtype=torch.int32)}
-    wanted = [torch.from_numpy(label_rows(sample.supervised)) for sample, _ in pairs]
-    last = torch.cat(
-        [states.last[rows.to(states.last.device)] for rows, (_, states) in zip(wanted, pairs, strict=True)]
-    )
-    log_normalizer, top1 = _labels(last, head)
-    aux = torch.cat([states.aux for _, states in pairs]).cpu()
-    stored = {name: narrow(states, dtype or states.dtype) for name, states in (("aux", aux), ("last", last.cpu()))}
+    aux, last = torch.cat([item.states.aux for item in items]).cpu(), torch.cat([item.last for item in items]).cpu()
+    stored = {name: narrow(states, dtype or states.dtype) for name, states in (("aux", aux), ("last", last))}
+    ids, supervised = (np.concatenate([getattr(i.sample, name) for i in items]) for name in ("input_ids", "supervised"))
     return {
         **{name: states.contiguous() for name, (states, _) in stored.items()},
         **{f"{name}_scale": scale for name, (_, scale) in stored.items() if scale is not None},
-        "log_normalizer": log_normalizer,
-        "top1": top1,
-        "input_ids": torch.from_numpy(np.concatenate([sample.input_ids for sample, _ in pairs]).astype(np.int32)),
-        "supervised": torch.from_numpy(np.concatenate([sample.supervised for sample, _ in pairs]).astype(np.uint8)),
+        "log_normalizer": torch.cat([item.log_normalizer for item in items]),
+        "top1": torch.cat([item.top1 for item in items]),
+        "input_ids": torch.from_numpy(ids.astype(np.int32)),
+        "supervised": torch.from_numpy(supervised.astype(np.uint8)),
     }
 
 

@@ -182,8 +182,11 @@ class Template:
 
     def _text(self, messages: Sequence[Message], *, generation: bool) -> str:
         given = [_in_parts(message) if self._parts else for_template(message) for message in messages]
+        tools = messages[0].get("tools") if messages else None
         try:
-            return self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=generation)
+            return self.tokenizer.apply_chat_template(
+                given, tools=tools, tokenize=False, add_generation_prompt=generation
+            )
         except _BROKEN as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateRefused(
@@ -310,10 +313,8 @@ def _common_suffix(first: Ids, second: Ids) -> Ids:
 
 
 def _in_parts(message: Message) -> Message:
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": [{"type": "text", "text": content}]}
-    return for_template(message)
+    given, content = for_template(message), message.get("content")
+    return {**given, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else given
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from headstart.doctor.run_checks import run_checks
 from headstart.doctor.subject import Subject
 from headstart.doctor.target_checks import target_checks
 from headstart.engines.vllm.ladder import Device
+from headstart.engines.vllm.releases import Release
 from headstart.errors import UserError
 from headstart.target.anatomy import Anatomy
 
@@ -66,7 +67,7 @@ def examine(subject: Subject, version: str | None = None, device: Device | None 
     run = subject.run
     release, present = release_of(version, run.target.python if run else None)
     found = machine.gpus()
-    place = device or _device(subject, bool(found), present)
+    place = device or _device(subject, bool(found), release if present else None)
     subject = replace(subject, anatomy=placed(named(subject.anatomy), release, run.target.layers_path if run else None))
     engine = engine_for(subject, release, present, place)
     checks = (
@@ -80,12 +81,14 @@ def examine(subject: Subject, version: str | None = None, device: Device | None 
     return Diagnosis(subject.name, subject.anatomy, engine, checks)
 
 
-def _device(subject: Subject, gpu: bool, present: bool) -> Device:
-    asked = subject.run.target.device if subject.run else "auto"
-    if asked != "auto":
-        return "cpu" if asked == "cpu" else "cuda"
-    here = present or subject.run is not None
-    return "cuda" if gpu or not here else "cpu"
+def _device(subject: Subject, gpu: bool, here: Release | None) -> Device:
+    """An installed vLLM computes on what it was built for, whatever else is there (`here`)."""
+    run = subject.run
+    if run is not None and run.target.device != "auto":
+        return "cpu" if run.target.device == "cpu" else "cuda"
+    if here is not None and (run is None or run.target.engine == "vllm"):
+        return "cpu" if here.for_cpus else "cuda"
+    return "cuda" if gpu or run is None else "cpu"
 
 
 def _environment(engine: Engine, subject: Subject) -> Iterator[Check]:

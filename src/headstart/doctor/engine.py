@@ -8,7 +8,7 @@ from importlib import metadata
 from typing import Any
 
 from headstart.config import Run
-from headstart.doctor import machine, naming
+from headstart.doctor import naming
 from headstart.doctor.checks import Check
 from headstart.doctor.subject import Subject
 from headstart.engines.vllm import ladder, releases
@@ -56,7 +56,7 @@ def release_of(version: str | None, python: str | None = None) -> tuple[releases
 def census_of(version: str | None, python: str | None, device: Device | None) -> ladder.Census:
     """Every architecture of a vLLM: of that version, else of the one installed beside the interpreter `python`."""
     release, present = release_of(version, python)
-    return ladder.census(release, device or ("cpu" if present and not machine.gpus() else "cuda"))
+    return ladder.census(release, device or ("cpu" if present and release.for_cpus else "cuda"))
 
 
 def named(anatomy: Anatomy) -> Anatomy:
@@ -112,13 +112,22 @@ def _installed(engine: Engine, subject: Subject, asked: str | None) -> Check:
     release, place = engine.release, "a GPU" if engine.device == "cuda" else "the CPU"
     finding = f"vLLM {release.version} on {place}, from {release.source}"
     if engine.present:
-        return Check("engine", "go", finding)
+        return _built_for(engine, subject, finding)
     if engine.name == "transformers" or asked is not None:
         return Check("engine", "go", f"{finding}; not installed here")
     where = f"in {subject.run.target.python}" if subject.run and subject.run.target.python else "here"
     verdict = "stop" if subject.run else "warn"
     do = "install vLLM, set target.python to the Python that has it, or ask about one with --engine-version"
     return Check("engine", verdict, f"no vLLM is installed {where}; answered for {finding}", do)
+
+
+def _built_for(engine: Engine, subject: Subject, finding: str) -> Check:
+    """A run's engine refuses to start on another device than its build is for."""
+    fits = engine.release.for_cpus == (engine.device == "cpu")
+    if fits or engine.name == "transformers" or subject.run is None:
+        return Check("engine", "go", finding)
+    built = "CPUs" if engine.release.for_cpus else "GPUs"
+    return Check("engine", "stop", f"{finding}, which is built for {built}", "set target.device, or install the other")
 
 
 def _capture(engine: Engine) -> Check:

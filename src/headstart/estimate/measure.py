@@ -133,7 +133,8 @@ def _capture(engine: Engine, head: TargetHead, task: Task, samples: list[Sample]
 
     def once() -> None:
         states = engine.capture(samples, task.shape.aux_layers, task.run.capture.batch_tokens)
-        store.write_shard(path, [(wanted[item.id], item) for item in states if not isinstance(item, Refused)], head, {})
+        pairs = [(wanted[item.id], item) for item in states if not isinstance(item, Refused)]
+        store.write_shard(path, store.label(pairs, head), {})
 
     seconds = _timed(once)
     header = store.read_header(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from headstart import config
 from headstart.artifact import Build
 from headstart.data import media, store
-from headstart.data.gates import fault
+from headstart.data.gates import fault, strange
 from headstart.data.identity import check_identity
 from headstart.data.rows import read_samples
 from headstart.engines.base import Engine, Refused, States, Use
@@ -38,6 +39,7 @@ class _Work:
     head: TargetHead
     boundaries: tuple[int, ...]
     settings: config.Capture
+    greedy: bool
 
 
 def run(context: Context) -> None:
@@ -53,17 +55,26 @@ def run(context: Context) -> None:
     samples = read_samples(context.parent("conversations").file("samples.parquet"))
     shards = {store.shard_name(i): part for i, part in enumerate(store.plan_shards(samples, settings.shard_tokens))}
     images = media.check(sample.media for sample in samples)
+    _refuse_twice(samples)
     with context.create() as build:
         missing = {name: part for name, part in shards.items() if store.read_header(build.file(name)) is None}
         check_disk(build.path, sum(map(_tokens, missing.values())), len(boundaries), anatomy, target, settings)
         engine = open_engine(target, replace(_use(samples, boundaries, settings), media=images))
         try:
-            work = _Work(engine, engine.head(), boundaries, settings)
+            greedy = context.run.data.answers == "regenerate" and context.run.regenerate.temperature == 0
+            work = _Work(engine, engine.head(), boundaries, settings, greedy)
             _prove(context, build, work, samples)
             _capture(context, build, work, missing, samples)
         finally:
             engine.close()
         _finish(build, list(shards), samples)
+
+
+def _refuse_twice(samples: list[Sample]) -> None:
+    """States go by the sample's id: with one of two, both would be given the states of the last."""
+    name, count = Counter(sample.id for sample in samples).most_common(1)[0] if samples else ("", 0)
+    if count > 1:
+        raise GateError(f"{count} samples have the id {name}", do="headstart regenerate again")
 
 
 def _use(samples: list[Sample], boundaries: tuple[int, ...], settings: config.Capture) -> Use:
@@ -87,11 +98,15 @@ def check_disk(
 
 
 def stored_dtype(target: config.Target, settings: config.Capture) -> torch.dtype:
-    """What states are stored in: the type asked for, else the engine's."""
+    """What states are stored in: the type asked for, else the engine's, which may be at home in another environment."""
     if settings.dtype == "float8":
         return store.FLOAT8
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
+    if target.engine == "vllm":
+        from headstart.engines.vllm.start import compute_dtype  # noqa: PLC0415 (each engine brings libraries of its own)
+
+        return getattr(torch, compute_dtype(target))
     return pick_dtype(target.dtype, pick_device(target.device))
 
 
@@ -143,8 +158,11 @@ def _one_shard(path: Path, part: list[Sample], work: _Work, bar: Progress) -> di
         bar.advance(len(sample.input_ids), **({"bad": len(dropped)} if dropped else {}))
     lost = wanted.keys() - kept.keys() - dropped.keys()
     dropped |= {name: "the engine returned nothing" for name in wanted if name in lost}
-    pairs = [(sample, kept[sample.id]) for sample in part if sample.id in kept]
-    store.write_shard(path, pairs, work.head, dropped, store.FLOAT8 if work.settings.dtype == "float8" else None)
+    items = store.label([(sample, kept[sample.id]) for sample in part if sample.id in kept], work.head)
+    if work.greedy:
+        dropped |= {item.sample.id: why for item in items if (why := strange(item.sample, item.top1))}
+    items = [item for item in items if item.sample.id not in dropped]
+    store.write_shard(path, items, dropped, store.FLOAT8 if work.settings.dtype == "float8" else None)
     return dropped
 
 

@@ -122,7 +122,19 @@ def base_environment(target: Target, use: Use, anatomy: Anatomy, device: str) ->
         space = cache_gib(use, anatomy, 4 if dtype_of(target, device) == "float32" else 2)
         return {"VLLM_CPU_KVCACHE_SPACE": str(space), **(MLA_AS_HEADS if anatomy.mla else {})}
     index = target.device.partition(":")[2]
-    return {"CUDA_VISIBLE_DEVICES": index} if index else {}
+    return {"CUDA_VISIBLE_DEVICES": _visible(int(index))} if index else {}
+
+
+def _visible(index: int) -> str:
+    """The GPU of that number, by the name it has for a process that sees it alone: CUDA counts those that are visible."""
+    seen = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not seen:
+        return str(index)
+    if index >= len(seen):
+        raise UserError(
+            f"target.device = 'cuda:{index}', but CUDA_VISIBLE_DEVICES shows {len(seen)} GPUs", do="cuda:0 is the first"
+        )
+    return seen[index]
 
 
 def cache_gib(use: Use, anatomy: Anatomy, itemsize: int) -> int:
@@ -166,6 +178,12 @@ def with_options(arguments: dict[str, Any], target: Target, *, capturing: bool) 
     if options.get("enable_prefix_caching") and arguments.get("enable_prefix_caching") is False:
         raise UserError(
             "target.engine_options.enable_prefix_caching cannot be true here: cached prefixes pass no layer hooks",
+            do="leave it out",
+        )
+    if "compilation_config" in options and "compilation_config" in arguments:
+        raise UserError(
+            "target.engine_options.compilation_config cannot be set here: with any other, vLLM's CPU kernel rotates the "
+            "queries of MLA wrongly, and nothing tells",
             do="leave it out",
         )
     length = options.get("max_model_len", arguments["max_model_len"])

@@ -33,10 +33,12 @@ class Channel:
         return self._commands.get()
 
     def _read(self, commands: int) -> None:
-        with os.fdopen(commands, encoding="utf-8") as lines:
-            for line in lines:
-                self._commands.put(json.loads(line))
-        end(self._scratch)
+        try:
+            with os.fdopen(commands, encoding="utf-8") as lines:
+                for line in lines:
+                    self._commands.put(json.loads(line))
+        finally:  # also when whoever writes was killed within a line
+            end(self._scratch)
 
 
 def one_line(error: BaseException) -> str:

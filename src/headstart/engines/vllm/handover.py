@@ -39,6 +39,9 @@ class Files:
         self._unread: dict[Path, int] = {}
 
     def expect(self, name: str) -> Path:
+        """Raises ValueError for a name that is expected already: the states of one would be taken for the other's."""
+        if name in self._file:
+            raise ValueError(f"the id {name} was asked for twice")
         self._file[name] = self._folder / f"{next(self._number):06d}.safetensors"
         return self._file[name]
 

@@ -113,7 +113,8 @@ def census(release: Release, device: Device = "cuda") -> Census:
 
 def inner_architecture(text: Mapping[str, Any]) -> str | None:
     """The architecture that a wrapper's text configuration stands for, None when it does not say."""
-    if names := text.get("architectures"):
+    names = text.get("architectures")
+    if isinstance(names, list) and names:
         return str(names[0])
     return rules.ARCHITECTURE_OF.get(str(text.get("model_type")))
 

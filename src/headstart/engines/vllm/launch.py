@@ -57,11 +57,11 @@ class Host:
     """
 
     def __init__(self, python: str | None = None, environment: Mapping[str, str] | None = None) -> None:
-        self.scratch = _scratch()
-        self.log = self.scratch / "vllm.log"
         interpreter = python or sys.executable
         if shutil.which(interpreter) is None:
             raise UserError(f"target.python = {interpreter!r} is no program", looked_for="the Python that has vLLM")
+        self.scratch = _scratch()
+        self.log = self.scratch / "vllm.log"
         commands, self._commands = os.pipe()
         self._events, events = os.pipe()
         with self.log.open("wb") as log:
@@ -182,14 +182,23 @@ class Host:
 
 
 def _scratch() -> Path:
-    """A folder in memory where there is one, of our process; what processes that are gone left is removed."""
+    """A folder in memory where there is one, of our process; what processes that are gone left is removed.
+
+    Containers may share /dev/shm and yet count processes each for themselves: of another's we cannot tell who lives.
+    """
     roomy = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= MEMORY_FREE
     base = MEMORY if roomy else Path(tempfile.gettempdir())
-    for old in base.glob("headstart-*-*"):
-        owner = old.name.split("-")[1]
+    ours = f"headstart-{_namespace()}-"
+    for old in base.glob(f"{ours}*-*"):
+        owner = old.name.split("-")[2]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and os.access(old, os.W_OK):
             shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"headstart-{os.getpid()}-", dir=base))
+    return Path(tempfile.mkdtemp(prefix=f"{ours}{os.getpid()}-", dir=base))
+
+
+def _namespace() -> int:
+    """The number of the namespace that our process ids belong to."""
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _environment(scratch: Path, changes: Mapping[str, str]) -> dict[str, str]:

@@ -37,8 +37,12 @@ def check_layers(plan: Plan, facts: dict[str, Any]) -> None:
     found = facts["self_check"]
     if found["rule"] is None and plan.rung.name in ("shim", "hooks"):
         raise GateError(f"the layers of {facts['model']['architecture']} cannot be read: {found['refused']}")
+    seen = found.get("boundaries", {})
+    unseen = [boundary for boundary in _compared(plan, found) if str(boundary) not in seen]
+    if unseen:
+        raise GateError(f"the self-check compared nothing at the boundaries {unseen}, and so proves nothing of them")
     tolerance = SAME_STATE.get(facts["dtype"], SAME_STATE_HALF)
-    wrong = {b: difference for b, difference in found.get("boundaries", {}).items() if not difference <= tolerance}
+    wrong = {b: difference for b, difference in seen.items() if not difference <= tolerance}
     if wrong:
         shown = ", ".join(f"{boundary}: {difference:.2g}" for boundary, difference in wrong.items())
         raise GateError(
@@ -46,3 +50,9 @@ def check_layers(plan: Plan, facts: dict[str, Any]) -> None:
             looked_for=f"at most {tolerance} in {facts['dtype']}",
             do="this vLLM captures this model wrongly: another version, or target.engine = 'transformers'",
         )
+
+
+def _compared(plan: Plan, found: dict[str, Any]) -> list[int]:
+    """The boundaries that vLLM keeps itself, of a model whose layers can be read to compare."""
+    kept = plan.capture is not None and plan.capture["rung"] == "cache" and found["rule"] is not None
+    return list(plan.capture["boundaries"]) if plan.capture and kept else []

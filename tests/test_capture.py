@@ -384,7 +384,9 @@ def test_a_shallow_target_is_told_which_layers_it_has(tmp_path: Path, samples: l
     with pytest.raises(UserError, match=r"capture\.aux_layers") as refused:
         capture.run(context_for(tmp_path, target, samples))
     suggestion = json.loads("[" + str(refused.value).split("instance to [")[1].split("]")[0] + "]")
-    elsewhere = "regenerate.temperature=1"  # the answers are another model's, so no gate may hold its own choice against them
+    elsewhere = (
+        "regenerate.temperature=1"  # the answers are another model's, so no gate may hold its own choice against them
+    )
     capture.run(context_for(tmp_path, target, samples, f"capture.aux_layers={suggestion}", elsewhere))
     assert states_of(tmp_path)[0].facts["aux_layers"] == suggestion
 

@@ -412,7 +412,9 @@ def test_a_disk_that_is_too_small_stops_a_run(run_file: Path, monkeypatch: pytes
     assert (found["verdict"], check_of(found, "disk")["verdict"]) == ("stop", "stop")
 
 
-@pytest.mark.parametrize(("key", "value"), [("architectures", 5), ("architectures", {"a": 1}), ("hidden_size", 10**400)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("architectures", 5), ("architectures", {"a": 1}), ("hidden_size", 10**400)]
+)
 def test_nonsense_in_a_configuration_is_no_bug_of_ours(
     key: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -120,6 +121,19 @@ def test_revert_restores_bytes_and_mode(installed: Installed, original: bytes) -
         "custom_worker.py"
     ]
     assert "is the original" in speculators.told(installed, speculators.reverting(installed))[-1]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_place_that_cannot_be_written(code: int, installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object) -> None:
+        raise OSError(code, os.strerror(code), str(target))
+
+    monkeypatch.setattr(shutil, "copy2", refuse)
+    before = installed.file.read_bytes()
+    with pytest.raises(UserError, match="cannot be written"):
+        _patch(installed)
+    assert installed.file.read_bytes() == before
+    assert [path.name for path in installed.file.parent.glob("*custom*")] == ["custom_worker.py"]
 
 
 def test_a_hard_link_into_a_package_cache_is_not_written_through(installed: Installed, original: bytes) -> None:

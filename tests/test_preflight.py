@@ -46,6 +46,13 @@ def test_nothing_starts(tmp_path: Path, target: Path, override: str, said: str) 
     assert not (tmp_path / "run").exists()
 
 
+def test_heads_that_do_not_share_out_are_refused(tmp_path: Path, target: Path) -> None:
+    run = run_for(tmp_path, target, "target.engine=vllm")
+    run = run.model_copy(update={"target": run.target.model_copy(update={"tensor_parallel": 3})})
+    with pytest.raises(UserError, match="does not divide the target's 4 attention heads"):
+        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+
+
 def test_a_shallow_target_is_refused_with_layers_that_fit(tmp_path: Path) -> None:
     """Case C30, before the answers are made."""
     shallow = save_tokenizer(save_shallow(tmp_path / "target"))

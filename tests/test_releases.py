@@ -339,3 +339,14 @@ def test_the_table_is_what_the_installed_sources_say() -> None:
 def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="could not be asked"):
         releases.installed(str(tmp_path / "python"))
+
+
+@pytest.mark.parametrize("text", ["0.32.0; rm", "١.٢", "0", "latest", "0.32.0 0.16.0", ""])
+def test_what_is_no_version_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is not a version"):
+        releases.number(text)
+
+
+@pytest.mark.parametrize("text", ["0.32.0", "v0.32", "0.32.0+cpu", "0.32.0rc1", "0.32.0.dev12+g1a2b"])
+def test_versions_as_packages_spell_them(text: str) -> None:
+    assert releases.number(text) == (0, 32, 0)

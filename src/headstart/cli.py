@@ -36,7 +36,7 @@ Force = Annotated[bool, typer.Option("--force", help="make it anew also when it 
 Json = Annotated[bool, typer.Option("--json", help="for machines: JSON on stdout")]
 
 # What an optional dependency comes with, by the name it is imported by.
-_TRAIN = "gguf huggingface_hub jinja2 numpy pyarrow safetensors tokenizers torch transformers"
+_TRAIN = "gguf huggingface_hub jinja2 numpy pyarrow safetensors tensorboard tokenizers torch transformers"
 EXTRAS = {**dict.fromkeys(_TRAIN.split(), "train"), "matplotlib": "report"}
 STOP = 3  # `doctor` says that something cannot work
 INTERRUPTED = 130  # what typer ends with on Ctrl-C, as shells do

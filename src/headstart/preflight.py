@@ -24,6 +24,7 @@ def check(run: Run) -> None:
     check_names(run.evaluate.prompts)
     target = inspect(resolve(run.target.model, run.target.revision, weights=False))
     _check_length(run, target)
+    _check_parallel(run, target)
     aux = check_boundaries(run.capture.aux_layers, target.required("num_layers"))
     shape_for(run.draft, target, aux, pick_size(run.vocab.size, target.required("vocab_size")))
 
@@ -35,4 +36,13 @@ def _check_length(run: Run, target: Anatomy) -> None:
             f"data.max_length = {run.data.max_length} is more than the target can read",
             looked_for=f"at most {limit} ({target.evidence['max_positions']})",
             do=f"set data.max_length to {limit} or less",
+        )
+
+
+def _check_parallel(run: Run, target: Anatomy) -> None:
+    heads, parts = target.required("num_heads"), run.target.tensor_parallel
+    if run.target.engine == "vllm" and heads % parts:
+        raise UserError(
+            f"target.tensor_parallel = {parts} does not divide the target's {heads} attention heads",
+            looked_for="a number that divides them, since each part of the weights holds whole heads",
         )

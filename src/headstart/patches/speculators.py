@@ -9,6 +9,7 @@ in that environment.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import re
 import shutil
@@ -61,7 +62,9 @@ class Change:
                 self.backup.replace(self.file)
             elif self.after != self.before:
                 self._write()
-        except PermissionError as error:
+        except OSError as error:
+            if not isinstance(error, PermissionError) and error.errno != errno.EROFS:
+                raise
             raise UserError(f"{error.filename} cannot be written", do="run it as the environment's owner") from None
 
     def _write(self) -> None:

@@ -43,6 +43,8 @@ class Channel:
 
 def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:  # pydantic's count of them; the first one follows
+        lines = lines[1:]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 

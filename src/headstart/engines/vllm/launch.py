@@ -148,11 +148,12 @@ class Host:
         return False
 
     def tail(self) -> str:
-        """The end of the log."""
+        """The end of the log, or that there is none."""
         try:
-            return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
-            return ""
+            return f"(none: {self.log} is gone)"
+        return "\n".join(lines[-TAIL:]) or "(none: it ended before it wrote a line)"
 
     def _send(self, command: dict[str, Any]) -> None:
         try:

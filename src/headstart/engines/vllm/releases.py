@@ -35,6 +35,7 @@ print(json.dumps([s and s.origin, v]))
 """
 
 Number = tuple[int, int, int]
+_VERSION = re.compile(r"v?([0-9]{1,9})\.([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:\.?[a-z][a-z0-9.]*)?(?:\+[A-Za-z0-9.]+)?")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Release:
 
 def number(version: str) -> Number:
     """(0, 32, 0) of `0.32.0+cpu`, `0.32.0rc1` or `0.32`. Raises UserError for what is no version."""
-    if not (found := re.match(r"v?(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?(?!\d)", version.strip())):
+    if not (found := _VERSION.fullmatch(version.strip())):
         raise UserError(f"{version!r} is not a version of vLLM", looked_for="a number such as 0.32.0")
     major, minor, patch = (int(part or 0) for part in found.groups())
     return major, minor, patch

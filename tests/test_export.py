@@ -112,3 +112,16 @@ def test_stage_compares_logits_of_the_rebuilt_draft(tmp_path: Path, monkeypatch:
     with pytest.raises(GateError, match="other logits"):
         export.run(context)
     assert not context.path.exists()
+
+
+@pytest.mark.parametrize(("architecture", "kind", "shim"), [
+    ("LlamaForCausalLM", "llama", False),
+    ("Gemma2ForCausalLM", "gemma2", True),
+    ("InternVLForConditionalGeneration", "qwen2", True),
+    ("NoSuchForCausalLM", "nosuch", False),
+])  # fmt: skip
+def test_a_target_without_the_interface_is_served_with_the_plugin(architecture: str, kind: str, shim: bool) -> None:
+    """vLLM 0.32's own sources: Llama has the EAGLE-3 interface, Gemma-2 and InternVL's wrapper have not."""
+    facts = ExportFacts("target", (architecture,), kind, 1, (2,), 3, True)
+    line = export.serve_command(Path("/run"), ["vllm"], facts)
+    assert line.startswith(f"HEADSTART_SHIM={architecture} vllm serve" if shim else "vllm serve")

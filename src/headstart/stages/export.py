@@ -18,6 +18,8 @@ from torch import Tensor
 
 from headstart.drafts.checkpoint import load_draft
 from headstart.drafts.eagle3 import DraftCache, Eagle3
+from headstart.engines.vllm import ladder, releases
+from headstart.engines.vllm.variables import SHIM
 from headstart.errors import GateError
 from headstart.formats import common, speculators, tensors, vllm
 from headstart.formats.common import ExportFacts
@@ -27,6 +29,7 @@ from headstart.target.head import TargetHead
 
 FORMATS: dict[str, ModuleType] = {"vllm": vllm, "speculators": speculators}
 _PROBE_ROWS = 12
+NEWEST = "0.32.0"  # the last release in the table of engines/vllm
 
 
 def run(context: Context) -> None:
@@ -95,7 +98,16 @@ def serve_command(path: Path, formats: Sequence[str], facts: ExportFacts) -> str
         "model": str(path.resolve() / "vllm"),
         "num_speculative_tokens": facts.draft_tokens,
     }
-    return shlex.join(["vllm", "serve", facts.target, "--speculative-config", json.dumps(speculation)])
+    line = shlex.join(["vllm", "serve", facts.target, "--speculative-config", json.dumps(speculation)])
+    return f"{SHIM}={shlex.quote(facts.architectures[0])} {line}" if needs_shim(facts) else line
+
+
+def needs_shim(facts: ExportFacts) -> bool:
+    """Whether the newest vLLM that is known serves this target with our plugin alone, which has to be installed beside it."""
+    if not facts.architectures:
+        return False
+    inner = ladder.inner_architecture({"model_type": facts.target_type})
+    return ladder.serve_rung(releases.known(NEWEST), facts.architectures[0], inner=inner).name == "shim"
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

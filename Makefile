@@ -7,7 +7,7 @@ VENV016  ?= .venv-vllm016
 READY016 := $(VENV016)/.ready
 SIZE   ?= small
 
-.PHONY: demo test test-fast test-vllm016 check docs format clean
+.PHONY: demo test test-fast test-vllm016 check bench docs format clean
 export TOKENIZERS_PARALLELISM = false
 
 demo: $(READY)            ## train a real draft for a real small model, end to end (about 15 minutes on 2 cores)

@@ -316,7 +316,7 @@ def test_nothing_there_or_another_kind(path: Path) -> None:
         artifact.open_artifact(path, "others")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format": 1}', '{"format": 1, "extra": 2}', "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format": 2}', '{"format": 2, "extra": 2}', "\xff"])
 def test_a_damaged_manifest_is_named(path: Path, text: str) -> None:
     make(path)
     (path / artifact.MANIFEST).write_bytes(text.encode("latin-1"))
@@ -327,9 +327,9 @@ def test_a_damaged_manifest_is_named(path: Path, text: str) -> None:
 
 def test_a_manifest_of_another_format_is_told_apart_from_damage(path: Path) -> None:
     make(path)
-    raw = files.read_json(path / artifact.MANIFEST) | {"format": 2, "new": "field"}
+    raw = files.read_json(path / artifact.MANIFEST) | {"format": 3, "new": "field"}
     files.write_json(path / artifact.MANIFEST, raw)
-    with pytest.raises(UserError, match="has format 2; this headstart reads 1"):
+    with pytest.raises(UserError, match="has format 3; this headstart reads 2"):
         artifact.open_artifact(path, KIND)
 
 

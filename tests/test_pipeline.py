@@ -130,6 +130,9 @@ def test_a_changed_setting_makes_its_stage_and_what_follows_stale(root: Path, ch
         "capture.max_bad_fraction=1",
         "train.checkpoint_every=1",
         "train.keep_checkpoints=9",
+        "train.micro_tokens=100",
+        "train.parallel=fsdp",
+        "train.trackers=[]",
         "train.epochs=3",  # the default, said aloud
         "train.learning_rate=0.0004",
     ],
@@ -142,7 +145,8 @@ def test_every_setting_belongs_to_a_stage_or_is_of_speed_alone() -> None:
     used = {name for stage in STAGES for name in pipeline.settings_of(RUN, stage)}
     named = {setting.name for setting in config.settings()}
     unused = {"directory", "data.max_drop", "regenerate.batch_size", "capture.batch_tokens", "capture.max_bad_fraction"}
-    assert used == named - unused - {"train.checkpoint_every", "train.keep_checkpoints"}
+    ways = ("checkpoint_every", "keep_checkpoints", "micro_tokens", "recompute", "compile", "parallel", "trackers")
+    assert used == named - unused - {f"train.{way}" for way in ways}
 
 
 def test_status_says_what_differs(root: Path) -> None:

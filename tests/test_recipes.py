@@ -15,6 +15,7 @@ import pytest
 
 from headstart import cli, config
 from headstart.doctor import machine, subject
+from headstart.engines.vllm.releases import Release
 from headstart.estimate import counting, examine
 from headstart.events import Events, duration, size
 from headstart.target.layers import check_boundaries
@@ -42,6 +43,7 @@ def _eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the machine that the largest recipe is for; nothing is fetched."""
     monkeypatch.setattr(machine, "gpus", lambda: (H200,) * 8)
     monkeypatch.setattr(machine, "room", lambda _: 4000 * GB)
+    monkeypatch.setattr(Release, "for_cpus", property(lambda _: False))  # the vLLM here is a CPU build
     monkeypatch.setattr(counting, "template_of", lambda _: None)
 
 

@@ -270,3 +270,23 @@ def _same_as_transformers(made: artifact.Artifact, aux: tuple[int, ...]) -> None
         assert relative(stored[states.id].aux.movedim(1, 0), states.aux.movedim(1, 0)) < 1e-4
     head = load_file(made.path / "head.safetensors")
     assert torch.equal(head["embed"], reference.head().embed)
+
+
+@pytest.mark.slow
+def test_an_architecture_that_vllm_does_not_know_goes_through_its_transformers_backend(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "target", head_dim=32)
+    reference = TransformersEngine(Target(model=str(folder), device="cpu"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["ShinyNewForCausalLM"]}))
+    samples = [sample(f"s{length}", np.random.default_rng(length).integers(3, 390, length)) for length in (40, 17)]
+    running = VllmEngine(Target(model=str(folder), engine="vllm", device="cpu"), Use(64, 4, 48, (2, 3, 4)))
+    try:
+        assert running.info.details["rung"] == "transformers"
+        found = {states.id: states for states in running.capture(samples, (2, 3, 4), 48)}
+        for wanted in reference.capture(samples, (2, 3, 4), 512):
+            states = found[wanted.id]
+            assert isinstance(states, States)
+            assert relative(states.last, wanted.last) < 1e-4
+            assert relative(states.aux.movedim(1, 0), wanted.aux.movedim(1, 0)) < 1e-4
+    finally:
+        running.close()

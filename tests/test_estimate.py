@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from headstart import config
-from headstart.doctor.sizes import LABELS, states_bytes
+from headstart.data.footprint import IDS, LABEL
+from headstart.doctor.sizes import states_bytes
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DraftShape
 from headstart.errors import UserError
@@ -48,7 +49,7 @@ def test_training_costs_what_is_published(steps: int, gflop: float) -> None:
 
 def test_states_take_what_is_published() -> None:
     """Bytes of a token: Llama-8B, Kimi-K2.5 in bfloat16, SmolLM2 in bfloat16."""
-    sizes = [states_bytes(1, 4, width, 2) - LABELS for width in (4096, 7168, 576)]
+    sizes = [states_bytes(1, 4, width, 2) - IDS - LABEL for width in (4096, 7168, 576)]
     assert sizes == [32768, 57344, 4608]
 
 

@@ -18,6 +18,7 @@ from fixtures_models import save_llama
 from fixtures_states import answered, make_store, open_tiny
 from headstart.config import Train
 from headstart.data import store as stores
+from headstart.data.footprint import bytes_per_token
 from headstart.data.store import StateStore
 from headstart.drafts.attention import dense
 from headstart.drafts.checkpoint import load_tensors
@@ -134,8 +135,8 @@ def test_float8_states_take_half_the_bytes_and_keep_rows_within_their_rounding(
     floor = x.abs().amax(-1, keepdim=True) / 448 * 2**-9
     assert bool(((back - x).abs() <= x.abs() / 16 + floor).all())
     assert torch.equal(back[3] * 0 + 1, torch.ones_like(back[3]))
-    wide = stores.bytes_per_token(576, 3, torch.bfloat16)
-    assert stores.bytes_per_token(576, 3, stores.FLOAT8) / wide <= 0.55
+    wide = bytes_per_token(3, 576, 2)
+    assert bytes_per_token(3, 576, 1) / wide <= 0.55
 
 
 def test_float8_shards_train_like_float32_ones(tmp_path: Path) -> None:

@@ -83,12 +83,6 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def bytes_per_token(width: int, aux: int, dtype: torch.dtype, labels: float = 1.0) -> float:
-    """Of a stored token: `aux` states and, on a share `labels` of tokens, the last one, `width` wide; scales; ids and labels."""
-    state = width * dtype.itemsize + (4 if dtype == FLOAT8 else 0)
-    return (aux + labels) * state + 5 + 8 * labels
-
-
 def label_rows(supervised: np.ndarray) -> np.ndarray:
     """bool [tokens]: rows whose next token was produced by the target, so whose distribution teaches."""
     return np.append(supervised[1:], False)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.data.footprint import bytes_per_token
 from headstart.events import size
 from headstart.target import quantization
 from headstart.target.anatomy import Anatomy
@@ -13,7 +14,6 @@ from headstart.target.spellings import WHOLE, is_a
 
 Config = Mapping[str, Any]
 
-LABELS = 13  # bytes beside the states of a token: id and mask, and of a label row normaliser and best token
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 _EXPERT_KEYS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _EXPERT_WIDTH_KEYS = ("moe_intermediate_size", "expert_intermediate_size", "intermediate_size", "ffn_hidden_size")
@@ -24,15 +24,6 @@ def states_bytes(tokens: int, vectors: int, width: int, itemsize: int) -> int:
     """Bytes of `vectors` states of `tokens` tokens, each `width` numbers of `itemsize` bytes, with their labels: the most that
     they can take."""
     return round(tokens * bytes_per_token(vectors - 1, width, itemsize))
-
-
-def bytes_per_token(aux: int, width: int, itemsize: int, labels: float = 1.0) -> float:
-    """Of a stored token, as data/store.py has it: `aux` states and, on a share `labels` of tokens, the last one with its labels.
-
-    Numbers of one byte (float8) have a scale of 4 bytes for each state.
-    """
-    state = width * itemsize + (4 if itemsize == 1 else 0)
-    return (aux + labels) * state + 5 + (LABELS - 5) * labels
 
 
 @dataclass(frozen=True)

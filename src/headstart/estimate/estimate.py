@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headstart.config import Run
-from headstart.doctor.sizes import BYTES, bytes_per_token
+from headstart.data.footprint import bytes_per_token
+from headstart.doctor.sizes import BYTES
 from headstart.estimate.draft import FLOAT, parameters, training_cost
 from headstart.estimate.hardware import Hardware
 from headstart.estimate.work import Work

@@ -13,6 +13,7 @@ import torch
 from headstart import config
 from headstart.artifact import Build
 from headstart.data import media, store
+from headstart.data.footprint import bytes_per_token
 from headstart.data.gates import fault, strange
 from headstart.data.identity import check_identity
 from headstart.data.rows import read_samples
@@ -87,7 +88,7 @@ def check_disk(
 ) -> None:
     """Refuse before any work when the states cannot fit; every token counted as a label row."""
     width, dtype = anatomy.required("hidden_size"), stored_dtype(target, settings)
-    needed = tokens * store.bytes_per_token(width, aux, dtype)
+    needed = tokens * bytes_per_token(aux, width, dtype.itemsize)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(

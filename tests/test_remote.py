@@ -649,10 +649,13 @@ def test_a_whole_run_over_a_cut_connection_and_a_killed_client(sshd: Sshd, shell
     wait_until(lambda: "regenerate" in client.happened("stage-end"), 200)
     process.kill()
     process.wait()
-    assert client.call("--status")["state"] == "running"
+    assert client.call("--status")["state"] in (
+        "running",
+        "finished",
+    )  # it goes on without us, and may be through by now
     end = client.call()
     assert (end["state"], end["exit"]) == ("finished", 0)
-    assert "it is running on there" in end["said"]
+    assert "it is running on there" in end["said"] or "it has finished on there" in end["said"]
     verbs = [stage.verb for stage in pipeline.STAGES]
     assert (
         client.happened("stage-start") == client.happened("stage-end") == verbs

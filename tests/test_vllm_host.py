@@ -149,7 +149,8 @@ def test_closing_leaves_nothing(host: Host) -> None:
 
 
 PARENT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in a shell's background inherits that it is ignored
 from headstart.engines.vllm.launch import Host
 host = Host(environment={"PYTHONPATH": sys.argv[1]})
 host.ask("start", arguments={"model": "m"})
@@ -175,6 +176,18 @@ def test_a_parent_that_is_killed_within_a_command_leaves_no_host_behind(environm
     running._write.write('{"do": "generate", "requests": [')
     running._write.close()
     try:
+        assert until(lambda: running._process.poll() is not None)
+        assert not running.scratch.exists()
+    finally:
+        running.kill()
+
+
+def test_events_that_nobody_reads_end_the_host(environment: dict[str, str]) -> None:
+    """A killed parent may be noticed by the thread that tells before the one that listens: it too leaves nothing behind."""
+    running = Host(environment=environment)
+    running._read.close()
+    try:
+        running._send({"do": "facts"})
         assert until(lambda: running._process.poll() is not None)
         assert not running.scratch.exists()
     finally:

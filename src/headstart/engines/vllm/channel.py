@@ -11,9 +11,12 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 WORKERS_WITHIN = 3.0  # seconds for workers to end by themselves
+REMOVALS = 5
+
+_ending = threading.Lock()
 
 
 class Channel:
@@ -26,8 +29,11 @@ class Channel:
         threading.Thread(target=self._read, args=(commands,), daemon=True).start()
 
     def tell(self, event: str, **fields: Any) -> None:
-        self._events.write(json.dumps({"event": event, **fields}) + "\n")
-        self._events.flush()
+        try:
+            self._events.write(json.dumps({"event": event, **fields}) + "\n")
+            self._events.flush()
+        except BrokenPipeError:  # nobody is left to hear it, and this may be noticed before the end of the commands
+            end(self._scratch)
 
     def next(self) -> dict[str, Any]:
         return self._commands.get()
@@ -48,12 +54,13 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
-def end(scratch: Path) -> None:
+def end(scratch: Path) -> NoReturn:
     """End this process and the workers it started, leaving nothing in memory.
 
-    The workers are in our process group. Python's resource tracker is too: it removes shared memory once all others have gone.
+    Either thread may come here, and the first does it all: one that left halfway would end the process under the other. The
+    workers are in our process group. Python's resource tracker is too: it removes shared memory once all others have gone.
     """
-    shutil.rmtree(scratch, ignore_errors=True)
+    _ending.acquire()  # never released: a second comer waits for the exit
     deadline = time.monotonic() + WORKERS_WITHIN
     for number in (signal.SIGTERM, signal.SIGKILL):
         for worker in workers():
@@ -61,6 +68,10 @@ def end(scratch: Path) -> None:
                 os.kill(worker, number)
         while workers() and time.monotonic() < deadline:
             time.sleep(0.02)
+    for _ in range(REMOVALS):  # the other thread of this process may still be writing a file
+        shutil.rmtree(scratch, ignore_errors=True)
+        if not scratch.exists():
+            break
     os._exit(0)
 
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """One EAGLE-3 training step, ours against speculators 0.9.0: the same weights, the same batch, in alternation, in one run.
 
-    python benchmarks/train_step.py [--tokens 2048] [--steps 7] [--shares 1.0 0.5 0.2] [--rounds 3] [--json FILE]
+    python benchmarks/train_step.py [--tokens 2048] [--steps 7] [--shares 1.0 0.5 0.2] [--rounds 3] [--same-products] [--json FILE]
 
-Both compute in float32 on this machine's CPU with the threads that OMP_NUM_THREADS gives. Losses must agree to 1e-5 before anything
-is timed. The document is prompt then answer; `share` is the answer's part. Printed: median step time with its spread, the ratio of
-each round, peak memory beyond what the process held before the step (a process of its own for each), and the rate of our step
-against this machine's own matrix products, counting only what is needed (training/flops.py).
+Both compute in float32 on this machine's CPU with the threads that OMP_NUM_THREADS gives: ours with the matrix products that
+headstart/products.py chooses, speculators with PyTorch's own unless --same-products gives it ours. Losses must agree to 1e-5 before
+anything is timed. The document is prompt then answer; `share` is the answer's part. Printed: median step time with its spread, the
+ratio of each round, peak memory beyond what the process held before the step (a process of its own for each), and the rate of our
+step against this machine's own matrix products, counting only what is needed (training/flops.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ from headstart.drafts.rows import RowPlan, plan_rows
 from headstart.drafts.ttt import unroll
 from headstart.formats import speculators
 from headstart.formats.common import ExportFacts
+from headstart.products import for_rows, use_fast_products
 from headstart.target.head import TargetHead
 from headstart.training.build import new_draft
 from headstart.training.flops import dense_flops, step_flops
@@ -51,6 +54,7 @@ SHAPE = DraftShape(
     max_positions=8192, norm_before_residual=False, fc_norm=False, norm_output=False,
 )  # fmt: skip
 DECAY = 0.8
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -128,10 +132,18 @@ def their_step(folder: Path, work: Work) -> Callable[[], float]:
     return step
 
 
-def compare(folder: Path, work: Work, rounds: int) -> dict[str, Any]:
+def with_products(step: Callable[[], float], *, fast: bool) -> Callable[[], float]:
+    def run() -> float:
+        with nullcontext() if fast else for_rows(1):  # for a single row PyTorch's own are chosen
+            return step()
+
+    return run
+
+
+def compare(folder: Path, work: Work, rounds: int, *, same_products: bool) -> dict[str, Any]:
     draft, head = prepare(folder)
-    ours, plan = our_step(draft, head, work)
-    theirs = their_step(folder, work)
+    step, plan = our_step(draft, head, work)
+    ours, theirs = with_products(step, fast=True), with_products(their_step(folder, work), fast=same_products)
     losses = ours(), theirs()  # also the warm-up
     if not np.isclose(*losses, rtol=1e-5):
         raise SystemExit(f"the losses differ: ours {losses[0]:.8g}, theirs {losses[1]:.8g}")
@@ -202,9 +214,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.2])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--same-products", action="store_true", help="speculators with our matrix products too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--measure", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     options = parser.parse_args()
+    use_fast_products(CPU)
     if options.measure:
         return measure(options.measure, Work(options.tokens, options.steps, options.shares[0]))
     print(f"s = {options.tokens}, T = {options.steps}, {torch.get_num_threads()} thread(s)")
@@ -213,7 +227,7 @@ def main() -> None:
     for share in options.shares:
         work = Work(options.tokens, options.steps, share)
         with tempfile.TemporaryDirectory() as folder:
-            result = compare(Path(folder), work, options.rounds)
+            result = compare(Path(folder), work, options.rounds, same_products=options.same_products)
         result["memory"] = {who: peak_memory(who, work) for who in ("ours", "theirs")}
         show(result)
         results.append(result)

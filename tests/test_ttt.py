@@ -107,20 +107,22 @@ def test_long_and_short_documents_in_one_pack_equal_decoding(backend: str) -> No
     assert not any(out.isnan().any() for out in outs)
 
 
-@pytest.mark.parametrize("lengths", [[1, 2, 63, 64, 65, 127, 128, 129], [130]])
-def test_backends_agree_in_values_and_gradients(lengths: list[int]) -> None:
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2, 5, 8])
+@pytest.mark.parametrize("lengths", [[1, 2, 63, 64, 65, 127, 128, 129], [1, 2, 63, 64, 65, 1023], [130]])
+def test_backends_agree_in_values_and_gradients(lengths: list[int], steps: int, layers: int) -> None:
     rng = np.random.default_rng(0)
     supervised = [rng.random(length) < 0.8 for length in lengths]
     results = {}
     for name, backend in BACKENDS.items():
-        draft = make_draft(2)
-        tokens, aux, plan = pack(lengths, supervised, 5, kind="label")
+        draft = make_draft(layers)
+        tokens, aux, plan = pack(lengths, supervised, steps, kind="label")
         aux = aux[plan.context].requires_grad_()
         outs = unroll(draft, aux, tokens, plan, backend)
         sum((out.sin() * (i + 1)).sum() for i, out in enumerate(outs)).backward()
-        results[name] = (outs, aux.grad, [p.grad for p in draft.parameters() if p.grad is not None])
-    for one, other in zip(*(results[name] for name in BACKENDS), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+        results[name] = [*outs, aux.grad, *(p.grad for p in draft.parameters() if p.grad is not None)]
+    for one, other in zip(*results.values(), strict=True):  # float64: rounding grows with layers, steps and rows
+        torch.testing.assert_close(one, other, atol=1e-9 * max(1.0, float(other.abs().max())), rtol=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's kernels need a GPU")
@@ -258,7 +260,7 @@ def plain_loss(logits: torch.Tensor, p: torch.Tensor, kind: str, token: torch.Te
 @pytest.mark.parametrize("kind", ["kl", "tv", "lk", "lk_alpha", "ce", "mixture"])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_fused_loss_equals_autograd(kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.drafts.losses.CHUNK_BYTES", chunk * 4 * 20)
+    monkeypatch.setattr("headstart.drafts.losses.CHUNK_BYTES", {"cpu": chunk * 4 * 20})
     teacher, p = make_teacher(11, 60, 20)
     hidden, weight = torch.randn(30, 12, requires_grad=True), torch.randn(20, 12, requires_grad=True)
     labels, scale = torch.randint(0, 11, (30,)), torch.rand(30)

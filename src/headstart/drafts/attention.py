@@ -58,9 +58,7 @@ def flash_cpu(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: S
 class _MergedFlash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: tuple[Run, ...]) -> Tensor:
-        groups = q.shape[1] // k0.shape[1]
-        keys, values = _by_head(k0, groups), _by_head(v0, groups)
-        queries = _by_head(q, 1)
+        queries, keys, values = (_by_head(x, 1) for x in (q, k0, v0))
         out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=_wide(q.dtype))
         for run in runs:
             _forward_run(queries, keys, values, out, lse, run)
@@ -72,40 +70,57 @@ class _MergedFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k0, v0, dk, dv, out, lse = ctx.saved_tensors
-        groups = q.shape[1] // k0.shape[1]
-        keys, values, queries = _by_head(k0, groups), _by_head(v0, groups), _by_head(q, 1)
-        grad = _by_head(grads[0], 1)
+        queries, keys, values, grad = (_by_head(x, 1) for x in (q, k0, v0, grads[0]))
         gq, gk, gv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
         for run in ctx.runs:
             _backward_run(grad, (queries, keys, values, out, lse), (gq, gk, gv), run)
         gdk, gdv = _backward_diagonals(grad, queries, dk, dv, out, lse, gq)
-        return _by_row(gq), _fold(gk, groups), _fold(gv, groups), gdk, gdv, None
+        return _by_row(gq), _by_row(gk), _by_row(gv), gdk, gdv, None
 
 
 def _forward_run(queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, run: Run) -> None:
-    rows = slice(run.at, run.at + run.high - run.low)
-    own = slice(run.low, run.high)
-    o, l = _flash(queries[:, :, rows], keys[:, :, own], values[:, :, own], causal=True)
+    rows, own, before = _spans_of(run)
+    mine = queries[:, :, rows]
+    groups = queries.shape[1] // keys.shape[1]
+    o, l = _flash(mine, *(x[:, :, own].repeat_interleave(groups, dim=1) for x in (keys, values)), causal=True)
     if run.low > run.start:
-        before = slice(run.start, run.low)
-        o, l = _merge(o, l, *_flash(queries[:, :, rows], keys[:, :, before], values[:, :, before], causal=False))
+        found = _flash(_stack(mine, groups), keys[:, :, before], values[:, :, before], causal=False)
+        o, l = _merge(o, l, *(_unstack(x, groups) for x in found))
     out[:, :, rows], lse[:, :, rows] = o, l
 
 
 def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, ...], run: Run) -> None:
     queries, keys, values, out, lse = saved
-    rows = slice(run.at, run.at + run.high - run.low)
-    parts = [(slice(run.low, run.high), True)]
+    gq, gk, gv = into
+    rows, own, before = _spans_of(run)
+    groups = queries.shape[1] // keys.shape[1]
+    mine = tuple(x[:, :, rows] for x in (grad, queries, out, lse))
+    pair = tuple(x[:, :, own].repeat_interleave(groups, dim=1) for x in (keys, values))
+    q, k, v = _flash_backward(mine, pair, causal=True)
+    gq[:, :, rows] += q
+    gk[:, :, own] += k.unflatten(1, (-1, groups)).sum(2)
+    gv[:, :, own] += v.unflatten(1, (-1, groups)).sum(2)
     if run.low > run.start:
-        parts.append((slice(run.start, run.low), False))
-    for span, causal in parts:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad[:, :, rows].contiguous(), queries[:, :, rows], keys[:, :, span], values[:, :, span],
-            out[:, :, rows].contiguous(), lse[:, :, rows].contiguous(), 0.0, causal,
-        )  # fmt: skip
-        into[0][:, :, rows] += found[0]
-        into[1][:, :, span] += found[1]
-        into[2][:, :, span] += found[2]
+        stacked = tuple(_stack(x, groups) for x in mine)
+        q, k, v = _flash_backward(stacked, (keys[:, :, before], values[:, :, before]), causal=False)
+        gq[:, :, rows] += _unstack(q, groups)
+        gk[:, :, before] += k
+        gv[:, :, before] += v
+
+
+def _spans_of(run: Run) -> tuple[slice, slice, slice]:
+    """Of a run: its queries, its own context rows (seen causally), and its document's rows before them (seen whole)."""
+    return slice(run.at, run.at + run.high - run.low), slice(run.low, run.high), slice(run.start, run.low)
+
+
+def _stack(x: Tensor, groups: int) -> Tensor:
+    """[1, heads, n, ...] -> [1, heads / groups, groups * n, ...]: where all see the same keys, query heads that share a key head
+    are more rows of one. The kernel then works on larger blocks (1.4 times faster with 3 heads to a key head)."""
+    return x.unflatten(1, (-1, groups)).flatten(2, 3)
+
+
+def _unstack(x: Tensor, groups: int) -> Tensor:
+    return x.unflatten(2, (groups, -1)).flatten(1, 2)
 
 
 def flash_cuda(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
@@ -165,6 +180,16 @@ class _Spans(NamedTuple):
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def _flash_backward(
+    asked: tuple[Tensor, ...], seen: tuple[Tensor, ...], *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. asked: gradient of the result, queries, result, log-sum-exp; seen: keys, values."""
+    grad, q, out, lse = asked
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad.contiguous(), q, *seen, out.contiguous(), lse.contiguous(), 0.0, causal
+    )
 
 
 def _merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from headstart.engines.cache import GrowingCache, new_cache
 from headstart.engines.sampling import choose
 from headstart.errors import UserError
+from headstart.products import for_rows
 from headstart.types import Completion, Finish, Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -138,14 +139,15 @@ class _Decoder:
 
     def _forward(self, tokens: Tensor, batch: _Batch, positions: Tensor) -> Tensor:
         """Logits [rows, V] after the last of `tokens` [rows, n]."""
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=batch.mask,
-            position_ids=positions,
-            past_key_values=batch.cache,
-            use_cache=True,
-            **self.options,
-        )
+        with for_rows(tokens.numel()):
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=batch.mask,
+                position_ids=positions,
+                past_key_values=batch.cache,
+                use_cache=True,
+                **self.options,
+            )
         return output.logits[:, -1]
 
     def _take(self, rows: list[_Row], logits: Tensor) -> None:

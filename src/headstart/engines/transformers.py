@@ -21,6 +21,7 @@ from headstart.engines.cache import GrowingCache, new_cache
 from headstart.engines.hooks import Captured, capturing, find_decoder
 from headstart.engines.weights import load_model, pick_device, pick_dtype
 from headstart.errors import UserError
+from headstart.products import for_rows, use_fast_products
 from headstart.target.head import TargetHead
 from headstart.target.layers import check_boundaries
 from headstart.target.source import resolve
@@ -36,6 +37,7 @@ class TransformersEngine:
     def __init__(self, target: Target, batch_size: int = 64) -> None:
         self.device = pick_device(target.device)
         self.dtype = pick_dtype(target.dtype, self.device)
+        use_fast_products(self.device)
         self.batch_size = batch_size
         self.folder = resolve(target.model, target.revision)
         self.model = load_model(self.folder, target, self.device, self.dtype)
@@ -184,7 +186,8 @@ class TransformersSession:
         engine._check_ids("the sequence", ids)
         with engine.capturing(self._boundaries) as captured:
             tokens = torch.tensor([ids], device=engine.device)
-            output = engine.model(input_ids=tokens, past_key_values=self._cache, use_cache=True)
+            with for_rows(len(ids)):
+                output = engine.model(input_ids=tokens, past_key_values=self._cache, use_cache=True)
         captured.check(self._boundaries, (1, len(ids), engine.info.hidden_size))
         return output.logits[0].float(), captured.states
 

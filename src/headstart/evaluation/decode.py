@@ -24,6 +24,7 @@ from headstart.engines.base import Session
 from headstart.evaluation.acceptance import AcceptanceLog
 from headstart.evaluation.choice import Choice, Drafted
 from headstart.evaluation.speed import Costs, Stopwatch
+from headstart.products import for_rows
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def speculative_decode(
             with watch.measure(costs.draft, draft_tokens):
                 if accepted:
                     drafter.follow(aux, confirmed)
-                chain = drafter.propose(draft_tokens)
+                with for_rows(1):
+                    chain = drafter.propose(draft_tokens)
             with watch.measure(costs.verify):
                 logits, aux = session.extend([answer.ids[-1], *chain.tokens])
             right, own = choice.verify(logits, chain)

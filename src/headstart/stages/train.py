@@ -16,6 +16,7 @@ from headstart.drafts import checkpoint
 from headstart.drafts.eagle3 import Eagle3
 from headstart.engines.weights import pick_device
 from headstart.pipeline import Context
+from headstart.products import use_fast_products
 from headstart.target.anatomy import Anatomy
 from headstart.training.build import new_draft, shape_for
 from headstart.training.checkpoint import BEST, Progress
@@ -66,6 +67,7 @@ def _new(context: Context) -> tuple[Eagle3, dict[str, Any]]:
 
 def _trainer(context: Context, draft: Eagle3, folder: Path, joined: World) -> Trainer:
     store = StateStore.open(context.parent("states"))
+    use_fast_products(torch.device(joined.device))
     return Trainer(
         draft.to(joined.device),
         store.head().to(joined.device),

@@ -108,7 +108,7 @@ def train_step(draft: Eagle3, head: TargetHead, document: oracle.Document, recip
     outs = unroll(draft, document.aux[plan.context], tokens, plan)
     rows = draft.draft_to_target
     last = document.last[plan.teacher]
-    teacher = Teacher(head.norm(last), head.restricted(rows).lm_head, head.log_normalizer(last))
+    teacher = Teacher(head.norm(last), head.restricted(rows).lm_head, head.logits(last).logsumexp(-1))
     hidden = draft.norm(torch.cat(outs))
     labels = torch.cat([step.labels for step in plan.steps])
     means = [step.live / (step.live.sum() + 1e-5) * recipe.decay**index for index, step in enumerate(plan.steps)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from headstart.data.store import normalizer_and_top1
 from headstart.drafts import attention
 from headstart.drafts.eagle3 import DraftCache, Eagle3
 from headstart.drafts.layers import DraftShape
 from headstart.drafts.losses import Teacher, fused_divergence
 from headstart.drafts.rows import live_mask, plan_rows
 from headstart.drafts.ttt import unroll
+from headstart.target.head import TargetHead
 
 BACKENDS = {"dense": attention.dense, "flash_cpu": attention.flash_cpu}
 
@@ -314,6 +318,43 @@ def test_alpha_counts_the_mass_outside_the_draft_vocabulary_as_lost() -> None:
     torch.testing.assert_close(stats.alpha, p.sum(-1))
     assert stats.loss.abs().max() < 1e-5
     assert (p.sum(-1) < 0.95).any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_a_large_vocabulary_needs_little_memory() -> None:
+    """Case C37: the normaliser over 150k ids and the loss on 8k of them, without the 1.2 GB of logits in between."""
+    torch.manual_seed(0)
+    rows, vocab, width = 2048, 150_000, 48
+    ids = torch.arange(0, vocab, vocab // 8192)[:8192]
+    head = TargetHead(weight := torch.randn(vocab, width) / 3, weight, torch.ones(width), 1e-6)
+    last, hidden = torch.randn(rows, width), torch.randn(rows, width, requires_grad=True)
+    draft = weight[ids].clone().requires_grad_()
+    before = peak_memory(anew=True)
+    normalizer, top1 = normalizer_and_top1(last, head)
+    teacher = Teacher(head.norm(last), head.restricted(ids).lm_head, normalizer)
+    total, stats = fused_divergence(hidden, draft, torch.arange(rows), torch.full((rows,), 1 / rows), teacher)
+    total.backward()
+    assert peak_memory() - before < 0.4 * 4 * rows * vocab
+    plain, alpha = 0.0, []
+    for part in torch.arange(rows).split(256):
+        logits = head.norm(last[part]).double() @ weight.double().T
+        p = logits.softmax(-1)[:, ids]
+        q = (hidden[part].double() @ draft.double().T).detach().softmax(-1)
+        kept = p / p.sum(-1, keepdim=True)
+        plain += float((kept * (kept / q).log()).sum()) / rows
+        alpha.append(torch.minimum(p, q).sum(-1))
+        torch.testing.assert_close(normalizer[part].double(), logits.logsumexp(-1), rtol=1e-6, atol=0)
+        assert torch.equal(top1[part].long(), logits.argmax(-1))
+    assert math.isclose(float(total.detach()), plain, rel_tol=1e-5)
+    torch.testing.assert_close(stats.alpha.double(), torch.cat(alpha), rtol=1e-4, atol=1e-6)
+
+
+def peak_memory(*, anew: bool = False) -> float:
+    """Bytes of this process at their highest; `anew`: what it holds now, from which the peak starts again."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS" if anew else "VmHWM"))
 
 
 def test_entropy_bound_of_softcapped_teacher() -> None:

@@ -34,6 +34,7 @@ from headstart.types import Sample, Split
 INDEX = "index.parquet"
 HEADER = "headstart"
 FLOAT8 = torch.float8_e4m3fn
+LOGIT_BYTES = 64 << 20  # of logits over the whole vocabulary held at once
 _LABEL_ROWS = ("last", "last_scale", "log_normalizer", "top1")
 
 
@@ -105,7 +106,7 @@ def label(pairs: Sequence[tuple[Sample, States]], head: TargetHead) -> list[Labe
         return []
     last = [states.last[torch.from_numpy(label_rows(sample.supervised))] for sample, states in pairs]
     sizes = [len(rows) for rows in last]
-    labels = (values.split(sizes) for values in _labels(torch.cat(last), head))
+    labels = (values.split(sizes) for values in normalizer_and_top1(torch.cat(last), head))
     return [Labelled(*pair, *rest) for pair, *rest in zip(pairs, last, *labels, strict=True)]
 
 
@@ -212,7 +213,7 @@ def _columns(items: Sequence[Labelled], dtype: torch.dtype | None) -> dict[str, 
     }
 
 
-def _labels(last: Tensor, head: TargetHead) -> tuple[Tensor, Tensor]:
+def normalizer_and_top1(last: Tensor, head: TargetHead) -> tuple[Tensor, Tensor]:
     """log_normalizer [L] and top1 [L] of label rows.
 
     The normaliser comes from a float32 head, as the teacher of the training does: from bfloat16 logits the probabilities of
@@ -220,7 +221,7 @@ def _labels(last: Tensor, head: TargetHead) -> tuple[Tensor, Tensor]:
     """
     wide = head.to(dtype=torch.float32)
     log_normalizer, top1 = torch.zeros(len(last)), torch.zeros(len(last), dtype=torch.int32)
-    for rows in torch.arange(len(last)).split(256):
+    for rows in torch.arange(len(last)).split(max(1, LOGIT_BYTES // (4 * len(wide.lm_head)))):
         states = last[rows].to(head.lm_head.device)
         logits = wide.logits(states.float())
         log_normalizer[rows] = logits.logsumexp(-1).cpu()

@@ -82,11 +82,6 @@ class TargetHead:
         normed = self.norm(last).to(self.lm_head.dtype)
         return self._shape(functional.linear(normed, self.lm_head, self.lm_bias).float())
 
-    def log_normalizer(self, last: Tensor, chunk: int = 512) -> Tensor:
-        """log-sum-exp over the full vocabulary, float32 [n], of `last` [n, d]; only [chunk, V] logits exist at once."""
-        parts = [self.logits(part).logsumexp(-1) for part in last.split(chunk)]
-        return torch.cat(parts) if parts else last.new_zeros(0, dtype=torch.float32)
-
     def restricted(self, rows: Tensor) -> TargetHead:
         """The same head over the vocabulary ids `rows` alone."""
         rows = rows.to(self.lm_head.device)

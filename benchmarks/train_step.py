@@ -97,7 +97,7 @@ def our_step(draft: Eagle3, head: TargetHead, work: Work) -> tuple[Callable[[], 
     tokens = torch.cat((ids, torch.zeros(1, dtype=torch.int64)))
     plan = plan_rows([np.append(False, work.mask.numpy())], work.steps, "label")
     rows = head.restricted(draft.draft_to_target)
-    normalizer = head.log_normalizer(last[plan.teacher])  # stored at capture, so no part of a step
+    normalizer = head.logits(last[plan.teacher]).logsumexp(-1)  # stored at capture, so no part of a step
     labels = torch.cat([step.labels for step in plan.steps])
     means = [s.live.float() * (DECAY**i / (int(s.live.sum()) + 1e-5)) for i, s in enumerate(plan.steps)]
     scale = torch.cat(means)

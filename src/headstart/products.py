@@ -9,7 +9,7 @@ So it is asked for only where a product is then still as exact as float32 is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,15 +33,20 @@ def use_fast_products(device: torch.device) -> bool:
 
 
 @contextmanager
-def for_rows(count: int) -> Iterator[None]:
-    """Around products of `count` rows with weights: for a single one MKL is the faster of the two."""
+def own_products() -> Iterator[None]:
+    """PyTorch's own choice inside: for many small products, whose shapes change from step to step. oneDNN copies their operands,
+    and makes a kernel for each new shape."""
     asked = _onednn.fp32_precision
-    if count == 1 and asked == "bf16":
-        _ask("none")
+    _ask("none")
     try:
         yield
     finally:
         _ask(asked)
+
+
+def for_rows(count: int) -> AbstractContextManager[None]:
+    """Around products of `count` rows with weights: for a single one MKL is the faster of the two."""
+    return own_products() if count == 1 else nullcontext()
 
 
 def _mkl_is_slow() -> bool:

@@ -6,6 +6,7 @@ tokens, of which decoding has one. Four times slower than this with 9 query head
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from headstart.products import own_products
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "headstart_grouped"
+LONG = (
+    512  # new tokens from which the fused kernel gains by the products of products.py; below, its blocks are too small
+)
 
 
 def speed_up_decoding(model: PreTrainedModel) -> None:
@@ -27,6 +33,11 @@ def speed_up_decoding(model: PreTrainedModel) -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
+    head = model.get_output_embeddings()
+    if (
+        head is not None
+    ):  # a slice of the last tokens is multiplied row by row otherwise, with a copy of the head for each
+        head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(), *given[1:]))
 
 
 def attend(
@@ -45,13 +56,15 @@ def attend(
     """
     rows, heads, new, width = query.shape
     if new != 1 or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        with own_products() if new < LONG else nullcontext():
+            return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     groups = key.shape[1]
-    scores = query.reshape(rows, groups, heads // groups, width) @ key.transpose(-1, -2)
-    scores = scores * (width**-0.5 if scaling is None else scaling)
-    if attention_mask is not None:
-        scores = _masked(scores, attention_mask)
-    mixed = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    with own_products():
+        scores = query.reshape(rows, groups, heads // groups, width) @ key.transpose(-1, -2)
+        scores = scores * (width**-0.5 if scaling is None else scaling)
+        if attention_mask is not None:
+            scores = _masked(scores, attention_mask)
+        mixed = scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
     return mixed.reshape(rows, 1, heads, value.shape[-1]), None
 
 

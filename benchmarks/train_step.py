@@ -41,6 +41,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import fixtures_memory
 from fixtures_models import save_llama
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DraftShape
@@ -49,7 +50,7 @@ from headstart.drafts.rows import RowPlan, plan_rows
 from headstart.drafts.ttt import unroll
 from headstart.formats import speculators, vllm
 from headstart.formats.common import ExportFacts
-from headstart.products import for_rows, use_fast_products
+from headstart.products import own_products, use_fast_products
 from headstart.target.head import TargetHead
 from headstart.training.build import new_draft
 from headstart.training.flops import dense_flops, step_flops
@@ -218,7 +219,7 @@ def chosen_peer(options: argparse.Namespace) -> Peer:
 
 def with_products(step: Callable[[], float], *, fast: bool) -> Callable[[], float]:
     def run() -> float:
-        with nullcontext() if fast else for_rows(1):  # for a single row PyTorch's own are chosen
+        with nullcontext() if fast else own_products():
             return step()
 
     return run
@@ -275,15 +276,9 @@ def measure(who: str, peer: Peer, work: Work) -> None:
         step = our_step(draft, head, work, peer.rows(work)) if who == "ours" else peer.step(folder, work)
         step()
         gc.collect()
-        before = _status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        before = fixtures_memory.held_now()
         step()
-        print(_status("VmHWM") - before)
-
-
-def _status(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+        print(fixtures_memory.peak() - before)
 
 
 def show(result: dict[str, Any]) -> None:

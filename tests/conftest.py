@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -18,9 +17,9 @@ settings.load_profile("shared")
 
 
 @pytest.fixture(autouse=True)
-def _products_as_they_were() -> Iterator[None]:
-    """An engine chooses products for its whole process; a test that compares bits with another process must not inherit that."""
-    yield
+def _products_of_pytorch() -> None:
+    """An engine chooses products for its whole process, also that of a module's fixture. A test that compares with another process
+    must not inherit that: so before each test, once wider fixtures are made."""
     products = sys.modules.get("headstart.products")
     if products is not None:
         products._onednn.fp32_precision = "none"

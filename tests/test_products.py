@@ -15,13 +15,6 @@ CPU = torch.device("cpu")
 onednn = products._onednn
 
 
-@pytest.fixture(autouse=True)
-def _restored() -> object:
-    asked = onednn.fp32_precision
-    yield
-    onednn.fp32_precision = asked
-
-
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 70), inner=st.integers(1, 600), columns=st.integers(1, 300), turned=st.booleans())
 def test_products_are_float32s(rows: int, inner: int, columns: int, turned: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+import fixtures_memory
 from headstart.data.store import normalizer_and_top1
 from headstart.drafts import attention
 from headstart.drafts.eagle3 import DraftCache, Eagle3
@@ -329,12 +329,12 @@ def test_a_large_vocabulary_needs_little_memory() -> None:
     head = TargetHead(weight := torch.randn(vocab, width) / 3, weight, torch.ones(width), 1e-6)
     last, hidden = torch.randn(rows, width), torch.randn(rows, width, requires_grad=True)
     draft = weight[ids].clone().requires_grad_()
-    before = peak_memory(anew=True)
+    before = fixtures_memory.held_now()
     normalizer, top1 = normalizer_and_top1(last, head)
     teacher = Teacher(head.norm(last), head.restricted(ids).lm_head, normalizer)
     total, stats = fused_divergence(hidden, draft, torch.arange(rows), torch.full((rows,), 1 / rows), teacher)
     total.backward()
-    assert peak_memory() - before < 0.4 * 4 * rows * vocab
+    assert fixtures_memory.peak() - before < 0.4 * 4 * rows * vocab
     plain, alpha = 0.0, []
     for part in torch.arange(rows).split(256):
         logits = head.norm(last[part]).double() @ weight.double().T
@@ -347,14 +347,6 @@ def test_a_large_vocabulary_needs_little_memory() -> None:
         assert torch.equal(top1[part].long(), logits.argmax(-1))
     assert math.isclose(float(total.detach()), plain, rel_tol=1e-5)
     torch.testing.assert_close(stats.alpha.double(), torch.cat(alpha), rtol=1e-4, atol=1e-6)
-
-
-def peak_memory(*, anew: bool = False) -> float:
-    """Bytes of this process at their highest; `anew`: what it holds now, from which the peak starts again."""
-    if anew:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS" if anew else "VmHWM"))
 
 
 def test_entropy_bound_of_softcapped_teacher() -> None:

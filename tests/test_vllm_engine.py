@@ -72,6 +72,15 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
 
 
+def assert_same_states(running: VllmEngine, reference: TransformersEngine, samples: list[Sample]) -> None:
+    found = {states.id: states for states in running.capture(samples, (2, 3, 4), 48)}
+    for wanted in reference.capture(samples, (2, 3, 4), 512):
+        states = found[wanted.id]
+        assert isinstance(states, States)
+        assert relative(states.last, wanted.last) < 1e-4
+        assert relative(states.aux.movedim(1, 0), wanted.aux.movedim(1, 0)) < 1e-4
+
+
 def test_states_are_those_of_transformers(
     engine: VllmEngine, reference: TransformersEngine, samples: list[Sample]
 ) -> None:
@@ -187,12 +196,7 @@ def test_two_ranks_hand_over_the_states_and_the_whole_head(tmp_path: Path) -> No
         Target(model=str(folder), engine="vllm", device="cpu", tensor_parallel=2), Use(64, 4, 48, (2, 3, 4))
     )
     try:
-        found = {states.id: states for states in running.capture(samples, (2, 3, 4), 48)}
-        for wanted in reference.capture(samples, (2, 3, 4), 512):
-            states = found[wanted.id]
-            assert isinstance(states, States)
-            assert relative(states.last, wanted.last) < 1e-4
-            assert relative(states.aux.movedim(1, 0), wanted.aux.movedim(1, 0)) < 1e-4
+        assert_same_states(running, reference, samples)
         head = running.head()
         assert torch.equal(head.embed, reference.head().embed)
         assert torch.equal(head.lm_head, reference.head().lm_head)
@@ -282,11 +286,6 @@ def test_an_architecture_that_vllm_does_not_know_goes_through_its_transformers_b
     running = VllmEngine(Target(model=str(folder), engine="vllm", device="cpu"), Use(64, 4, 48, (2, 3, 4)))
     try:
         assert running.info.details["rung"] == "transformers"
-        found = {states.id: states for states in running.capture(samples, (2, 3, 4), 48)}
-        for wanted in reference.capture(samples, (2, 3, 4), 512):
-            states = found[wanted.id]
-            assert isinstance(states, States)
-            assert relative(states.last, wanted.last) < 1e-4
-            assert relative(states.aux.movedim(1, 0), wanted.aux.movedim(1, 0)) < 1e-4
+        assert_same_states(running, reference, samples)
     finally:
         running.close()

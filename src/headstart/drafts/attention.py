@@ -58,7 +58,7 @@ def flash_cpu(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: S
 class _MergedFlash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: tuple[Run, ...]) -> Tensor:
-        queries, keys, values = (_by_head(x, 1) for x in (q, k0, v0))
+        queries, keys, values = (_by_head(x) for x in (q, k0, v0))
         out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=_wide(q.dtype))
         for run in runs:
             _forward_run(queries, keys, values, out, lse, run)
@@ -70,7 +70,7 @@ class _MergedFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k0, v0, dk, dv, out, lse = ctx.saved_tensors
-        queries, keys, values, grad = (_by_head(x, 1) for x in (q, k0, v0, grads[0]))
+        queries, keys, values, grad = (_by_head(x) for x in (q, k0, v0, grads[0]))
         gq, gk, gv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
         for run in ctx.runs:
             _backward_run(grad, (queries, keys, values, out, lse), (gq, gk, gv), run)
@@ -82,7 +82,7 @@ def _forward_run(queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse
     rows, own, before = _spans_of(run)
     mine = queries[:, :, rows]
     groups = queries.shape[1] // keys.shape[1]
-    o, l = _flash(mine, *(x[:, :, own].repeat_interleave(groups, dim=1) for x in (keys, values)), causal=True)
+    o, l = _flash(mine, *(_spread(x[:, :, own], groups) for x in (keys, values)), causal=True)
     if run.low > run.start:
         found = _flash(_stack(mine, groups), keys[:, :, before], values[:, :, before], causal=False)
         o, l = _merge(o, l, *(_unstack(x, groups) for x in found))
@@ -95,11 +95,11 @@ def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, .
     rows, own, before = _spans_of(run)
     groups = queries.shape[1] // keys.shape[1]
     mine = tuple(x[:, :, rows] for x in (grad, queries, out, lse))
-    pair = tuple(x[:, :, own].repeat_interleave(groups, dim=1) for x in (keys, values))
+    pair = tuple(_spread(x[:, :, own], groups) for x in (keys, values))
     q, k, v = _flash_backward(mine, pair, causal=True)
     gq[:, :, rows] += q
-    gk[:, :, own] += k.unflatten(1, (-1, groups)).sum(2)
-    gv[:, :, own] += v.unflatten(1, (-1, groups)).sum(2)
+    gk[:, :, own] += _fold(k, groups)
+    gv[:, :, own] += _fold(v, groups)
     if run.low > run.start:
         stacked = tuple(_stack(x, groups) for x in mine)
         q, k, v = _flash_backward(stacked, (keys[:, :, before], values[:, :, before]), causal=False)
@@ -139,7 +139,7 @@ class _MergedVarlen(torch.autograd.Function):
         o, l, seed, offset, _ = torch.ops.aten._flash_attention_forward(
             q, keys, values, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, False
         )
-        out, lse = _merge_diagonals(_by_head(q, 1), dk, dv, _by_head(o, 1), l[None])
+        out, lse = _merge_diagonals(_by_head(q), dk, dv, _by_head(o), l[None])
         ctx.save_for_backward(q, k0, v0, dk, dv, out, lse, seed, offset)
         ctx.spans = spans
         return _by_row(out)
@@ -153,9 +153,9 @@ class _MergedVarlen(torch.autograd.Function):
             grads[0].contiguous(), q, keys, values, _by_row(out).contiguous(), lse[0].contiguous(),
             spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, seed, offset,
         )  # fmt: skip
-        gq = _by_head(found[0], 1).clone()
+        gq = _by_head(found[0]).clone()
         gk, gv = (torch.zeros_like(x).index_add_(0, spans.keys, g) for x, g in ((k0, found[1]), (v0, found[2])))
-        gdk, gdv = _backward_diagonals(_by_head(grads[0], 1), _by_head(q, 1), dk, dv, out, lse, gq)
+        gdk, gdv = _backward_diagonals(_by_head(grads[0]), _by_head(q), dk, dv, out, lse, gq)
         return _by_row(gq), gk, gv, gdk, gdv, None
 
 
@@ -201,8 +201,8 @@ def _merge(o1: Tensor, l1: Tensor, o2: Tensor, l2: Tensor) -> tuple[Tensor, Tens
 def _merge_diagonals(queries: Tensor, dk: Tensor, dv: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     groups = queries.shape[1] // dk.shape[2]
     for key, value in zip(dk, dv, strict=True):
-        score = _dot(queries, _by_head(key, groups))
-        out, lse = _merge(out, lse, _by_head(value, groups), score)
+        score = _dot(queries, _spread(_by_head(key), groups))
+        out, lse = _merge(out, lse, _spread(_by_head(value), groups), score)
     return out, lse
 
 
@@ -211,12 +211,12 @@ def _backward_diagonals(grad: Tensor, queries: Tensor, dk: Tensor, dv: Tensor, o
     gdk, gdv = torch.empty_like(dk), torch.empty_like(dv)
     delta = (grad * out).sum(-1)
     for index, (key, value) in enumerate(zip(dk, dv, strict=True)):
-        keys, values = _by_head(key, groups), _by_head(value, groups)
+        keys, values = _spread(_by_head(key), groups), _spread(_by_head(value), groups)
         weight = (_dot(queries, keys) - lse).exp().to(grad.dtype)
         slope = (weight * ((grad * values).sum(-1) - delta))[..., None] * scale
         gq += slope * keys
-        gdk[index] = _fold(slope * queries, groups)
-        gdv[index] = _fold(weight[..., None] * grad, groups)
+        gdk[index] = _by_row(_fold(slope * queries, groups))
+        gdv[index] = _by_row(_fold(weight[..., None] * grad, groups))
     return gdk, gdv
 
 
@@ -229,9 +229,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _by_head(x: Tensor, groups: int) -> Tensor:
-    """[n, heads, D] -> [1, heads * groups, n, D]."""
-    return x.repeat_interleave(groups, dim=1).transpose(0, 1)[None] if groups > 1 else x.transpose(0, 1)[None]
+def _by_head(x: Tensor) -> Tensor:
+    """[n, heads, D] -> [1, heads, n, D]."""
+    return x.transpose(0, 1)[None]
 
 
 def _by_row(x: Tensor) -> Tensor:
@@ -239,7 +239,11 @@ def _by_row(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1)
 
 
+def _spread(x: Tensor, groups: int) -> Tensor:
+    """A copy of each key head for every query head that shares it: [1, heads, n, D] -> [1, heads * groups, n, D]."""
+    return x.repeat_interleave(groups, dim=1) if groups > 1 else x
+
+
 def _fold(x: Tensor, groups: int) -> Tensor:
-    """Sum the query heads that share a key head: [1, heads * groups, n, D] -> [n, heads, D]."""
-    rows = _by_row(x)
-    return rows.unflatten(1, (-1, groups)).sum(2) if groups > 1 else rows
+    """Its gradient, summed over the query heads that share a key head: [1, heads * groups, n, D] -> [1, heads, n, D]."""
+    return x.unflatten(1, (-1, groups)).sum(2) if groups > 1 else x

@@ -26,6 +26,7 @@ Loss = Literal["kl", "tv", "lk", "lk_alpha", "ce"]
 Mixture = Mapping[Loss, float]
 # Draft logits held at once, by device. On the CPU: what glibc's malloc reuses; above 32 MiB it maps new memory, and zeroes it.
 CHUNK_BYTES = {"cpu": 30 << 20, "cuda": 256 << 20}
+CHUNK_ELSEWHERE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ class _Fused(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         loss, alpha = (torch.zeros(len(hidden), device=hidden.device) for _ in range(2))
         choice = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
-        for span, rows in _by_label(labels, max(1, CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))):
+        held = CHUNK_BYTES.get(hidden.device.type, CHUNK_ELSEWHERE)
+        for span, rows in _by_label(labels, max(1, held // (4 * len(weight)))):
             kept = _kept(teacher, span).rows(labels[rows] - span.start)
             logits = _wide_product(hidden[rows], head.T)
             loss[rows], alpha[rows], choice[rows], grad = _divergence(logits, kept, mixture, wants_alpha)

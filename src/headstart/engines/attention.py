@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "headstart_grouped"
-LONG = (
-    512  # new tokens from which the fused kernel gains by the products of products.py; below, its blocks are too small
-)
+LONG = 512  # new tokens from which the fused kernel gains by fast products; below, its blocks are too small
 
 
 def speed_up_decoding(model: PreTrainedModel) -> None:
@@ -34,9 +32,8 @@ def speed_up_decoding(model: PreTrainedModel) -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
     head = model.get_output_embeddings()
-    if (
-        head is not None
-    ):  # a slice of the last tokens is multiplied row by row otherwise, with a copy of the head for each
+    if head is not None:
+        # Of a slice, the last tokens of several prompts, each row would be a product of its own, with a copy of the head.
         head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(), *given[1:]))
 
 

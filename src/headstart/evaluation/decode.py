@@ -24,7 +24,7 @@ from headstart.engines.base import Session
 from headstart.evaluation.acceptance import AcceptanceLog
 from headstart.evaluation.choice import Choice, Drafted
 from headstart.evaluation.speed import Costs, Stopwatch
-from headstart.products import for_rows
+from headstart.products import own_products
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def speculative_decode(
             with watch.measure(costs.draft, draft_tokens):
                 if accepted:
                     drafter.follow(aux, confirmed)
-                with for_rows(1):
+                with own_products():  # of one row each
                     chain = drafter.propose(draft_tokens)
             with watch.measure(costs.verify):
                 logits, aux = session.extend([answer.ids[-1], *chain.tokens])

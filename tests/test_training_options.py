@@ -230,13 +230,15 @@ from headstart.data.store import StateStore
 from headstart.training.distributed import world
 from headstart.training.loop import Trainer
 settings = json.loads({settings!r})
-with world("cpu") as joined:
-    trainer = make_trainer(StateStore(Path({states!r}), {{}}), Path({folder!r}), **settings)
-    trainer.world = joined
-    trainer.__post_init__()
-    progress = trainer.run()
-    if joined.main:
-        Path({folder!r}, "curves.json").write_text(json.dumps(progress.curves))
+def main():  # as in the product, what holds the process group is gone before Python ends: its threads abort the process else
+    with world("cpu") as joined:
+        trainer = make_trainer(StateStore(Path({states!r}), {{}}), Path({folder!r}), **settings)
+        trainer.world = joined
+        trainer.__post_init__()
+        progress = trainer.run()
+        if joined.main:
+            Path({folder!r}, "curves.json").write_text(json.dumps(progress.curves))
+main()
 """
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.formats import speculators, vllm
 from headstart.formats.common import ExportFacts
 
@@ -55,6 +55,16 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "two layers": {"num_layers": 2},
     "eagle 3.1": {"fc_norm": True, "norm_output": True},
     "norm before residual": {"norm_before_residual": True},
+}
+
+_LATENT = {"num_kv_heads": 4, "head_dim": 20}
+LATENT_DRAFTS: dict[str, dict[str, Any]] = {  # the raw format alone
+    "mla": {**_LATENT, "latent": LatentShape(q_rank=24, kv_rank=32, nope=12, rope=8, value=16)},
+    "mla, two layers": {
+        **_LATENT,
+        "latent": LatentShape(q_rank=24, kv_rank=32, nope=12, rope=8, value=20),
+        "num_layers": 2,
+    },
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headstart import config
 from headstart.data.footprint import IDS, LABEL
@@ -58,6 +59,28 @@ def test_parameters_are_those_of_a_draft_that_is_built(settings: dict) -> None:
     shape = _shape(anatomy_of(SMOL), 8192, **settings)
     built = Eagle3(shape, None)  # type: ignore[arg-type]
     assert draft.parameters(shape).total == sum(p.numel() for p in built.parameters())
+
+
+def test_parameters_of_a_draft_with_mla() -> None:
+    """In the sizes of Kimi-K2.5; values narrower than keys cost less attention too."""
+    latent = {
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    target = anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v3", "num_key_value_heads": 32})
+    shape = _shape(target, 32000, attention="mla", num_layers=2)
+    assert (shape.num_heads, shape.head_dim, shape.value_dim) == (32, 192, 128)
+    with torch.device("meta"):
+        built = Eagle3(shape, None)  # type: ignore[arg-type]
+    assert draft.parameters(shape).total == sum(p.numel() for p in built.parameters())
+    longer = (draft.training_cost(shape, 1, length).live for length in (2048, 1024))
+    assert next(longer) - next(longer) == 3 * 2 * 32 * (192 + 128) * 1024
+    lite = anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v2", "q_lora_rank": None})
+    with pytest.raises(UserError, match="no q_lora_rank"):
+        _shape(lite, 32000, attention="mla")
 
 
 def test_rows_without_a_label_and_a_frozen_head_cost_less() -> None:

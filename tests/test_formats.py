@@ -16,8 +16,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 
-from fixtures_drafts import DRAFTS, FACTS, FORMATS, change_config, change_tensors, random_draft, read_config
+from fixtures_drafts import (
+    DRAFTS,
+    FACTS,
+    FORMATS,
+    LATENT_DRAFTS,
+    change_config,
+    change_tensors,
+    random_draft,
+    read_config,
+)  # fmt: skip
 from fixtures_models import save_llama
+from headstart.drafts import checkpoint
 from headstart.errors import UserError
 from headstart.formats import common, speculators, tensors, vllm
 from headstart.stages import export
@@ -30,6 +40,61 @@ def form(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.mark.parametrize("changes", DRAFTS.values(), ids=DRAFTS)
 def test_what_is_written_is_read_back(tmp_path: Path, form: ModuleType, changes: dict) -> None:
+    read_back(tmp_path, form, changes)
+
+
+@pytest.mark.parametrize("changes", LATENT_DRAFTS.values(), ids=LATENT_DRAFTS)
+def test_a_draft_with_mla_is_read_back_from_the_raw_format_and_from_ours(tmp_path: Path, changes: dict) -> None:
+    read_back(tmp_path / "vllm", vllm, changes)
+    draft = random_draft(**changes)
+    checkpoint.save_shape(tmp_path, draft.shape, {"ttt_steps": 3})
+    assert checkpoint.read_shape(tmp_path) == (draft.shape, {"ttt_steps": 3})
+    with pytest.raises(UserError, match="MLA cannot be had in the speculators format"):
+        speculators.write(tmp_path, draft, FACTS)
+
+
+def test_a_draft_with_mla_has_the_names_of_deepseek(tmp_path: Path) -> None:
+    vllm.write(tmp_path, random_draft(**LATENT_DRAFTS["mla"]), FACTS)
+    found = load_file(tmp_path / "model.safetensors")
+    prefix = "midlayer.self_attn."
+    assert {name.removeprefix(prefix): list(found[name].shape) for name in found if name.startswith(prefix)} == {
+        "q_a_proj.weight": [24, 128],
+        "q_a_layernorm.weight": [24],
+        "q_b_proj.weight": [4 * 20, 24],
+        "kv_a_proj_with_mqa.weight": [32 + 8, 128],
+        "kv_a_layernorm.weight": [32],
+        "kv_b_proj.weight": [4 * (12 + 16), 32],
+        "o_proj.weight": [64, 4 * 16],
+    }
+    config = AutoConfig.from_pretrained(tmp_path)
+    sizes = (
+        config.q_lora_rank,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+    )
+    assert (config.model_type, sizes) == ("deepseek_v2", (24, 32, 12, 8, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_scaling"),
+        ({"index_topk": 8}, "index_topk"),
+        ({"v_head_dim": 24}, "wider than its keys"),
+        ({"qk_rope_head_dim": None}, "qk_rope_head_dim = None"),
+        ({"model_type": "llama"}, "model_type"),
+    ],
+)
+def test_mla_of_other_kinds_is_refused(tmp_path: Path, changes: dict, said: str) -> None:
+    vllm.write(tmp_path, random_draft(**LATENT_DRAFTS["mla"]), FACTS)
+    change_config(tmp_path, **changes)
+    with pytest.raises(UserError, match=said):
+        vllm.read(tmp_path)
+
+
+def read_back(tmp_path: Path, form: ModuleType, changes: dict) -> None:
     draft = random_draft(**changes)
     form.write(tmp_path, draft, FACTS)
     shape, found = form.read(tmp_path)
@@ -43,7 +108,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, form: ModuleType, changes:
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
     again = tensors.rebuild(shape, found, draft.embed_tokens)
     assert torch.equal(export.probe(again), export.probe(draft))
-    other = tmp_path / "other"
+    other = tmp_path.with_name(f"{tmp_path.name} again")
     form.write(other, again, FACTS)
     assert {file.name: file.read_bytes() for file in other.iterdir()} == {
         file.name: file.read_bytes() for file in tmp_path.iterdir() if file.is_file()

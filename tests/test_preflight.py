@@ -46,6 +46,21 @@ def test_nothing_starts(tmp_path: Path, target: Path, override: str, said: str) 
     assert not (tmp_path / "run").exists()
 
 
+def test_a_draft_with_mla_needs_a_target_that_has_it(tmp_path: Path, target: Path) -> None:
+    run = run_for(tmp_path, target, "draft.attention=mla", "export.formats=['vllm']")
+    with pytest.raises(UserError, match="no multi-head latent attention"):
+        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("draft.head_dim=64", "head_dim cannot be set"), ("draft.num_layers=1", "set export.formats")],
+)
+def test_settings_that_mla_does_not_take(tmp_path: Path, target: Path, override: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run_for(tmp_path, target, "draft.attention=mla", override)
+
+
 def test_heads_that_do_not_share_out_are_refused(tmp_path: Path, target: Path) -> None:
     run = run_for(tmp_path, target, "target.engine=vllm")
     run = run.model_copy(update={"target": run.target.model_copy(update={"tensor_parallel": 3})})

@@ -22,6 +22,7 @@ from headstart.data.footprint import bytes_per_token
 from headstart.data.store import StateStore
 from headstart.drafts.attention import dense
 from headstart.drafts.checkpoint import load_tensors
+from headstart.drafts.layers import LatentShape
 from headstart.drafts.rows import plan_rows
 from headstart.drafts.ttt import unroll
 from headstart.errors import Stopped
@@ -151,9 +152,12 @@ def test_float8_shards_train_like_float32_ones(tmp_path: Path) -> None:
     assert other == pytest.approx(one, rel=0.05)
 
 
-def test_counted_flops_are_those_that_torch_counts(states: StateStore) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_kv_heads": 4, "latent": LatentShape(q_rank=20, kv_rank=24, nope=10, rope=6, value=12)}]
+)
+def test_counted_flops_are_those_that_torch_counts(states: StateStore, changes: dict) -> None:
     """Against torch's own counter, on one document, where the dense reference attends to a full square: its surplus is known."""
-    draft = make_draft(states, num_layers=2)
+    draft = make_draft(states, num_layers=2, **changes)
     entry = states.of("train")[0]
     batch = assemble(states, [entry], states.head(), 3, "exact", "cpu")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -177,7 +181,7 @@ def test_counted_flops_are_those_that_torch_counts(states: StateStore) -> None:
             runs = plan.whole if whole else step.runs
             rows = len(plan.context) if whole else len(step.rows)
             pairs = sum((r.high - r.low) * (r.low - r.start + r.high - r.start + 1) / 2 for r in runs)
-            seen += 4 * 4 * 16 * (pairs + rows * index)
+            seen += 2 * 4 * (16 + shape.value_dim) * (pairs + rows * index)
     fc = 2 * 3 * 64 * 64 * len(plan.context)
     assert ours - heads - 3 * seen == pytest.approx(3 * matrices - fc, rel=1e-6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,28 +13,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from transformers import DeepseekV2Config
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
 
 import fixtures_memory
 from headstart.data.store import normalizer_and_top1
 from headstart.drafts import attention
-from headstart.drafts.eagle3 import DraftCache, Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.eagle3 import DraftCache, Eagle3, _causal
+from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.drafts.losses import Teacher, fused_divergence
 from headstart.drafts.rows import live_mask, plan_rows
 from headstart.drafts.ttt import unroll
 from headstart.target.head import TargetHead
 
+LATENT = {"head_dim": 14, "num_kv_heads": 4, "latent": LatentShape(q_rank=20, kv_rank=18, nope=8, rope=6, value=10)}
+AS_WIDE = {**LATENT, "latent": LatentShape(q_rank=20, kv_rank=18, nope=8, rope=6, value=14)}  # values need no padding
 BACKENDS = {"dense": attention.dense, "flash_cpu": attention.flash_cpu}
 
 
-def make_draft(layers: int = 1, seed: int = 0, **flags: bool) -> Eagle3:
+def make_draft(layers: int = 1, seed: int = 0, **changes: Any) -> Eagle3:
     torch.manual_seed(seed)
-    shape = DraftShape(
-        hidden_size=32, target_hidden_size=24, aux_layers=(1, 3, 5), num_layers=layers, num_heads=4, num_kv_heads=2,
-        head_dim=12, intermediate_size=40, target_vocab_size=90, draft_vocab_size=50, rms_norm_eps=1e-5, rope_theta=1e4,
-        max_positions=4096,
-        **({"norm_before_residual": False, "fc_norm": False, "norm_output": False} | flags),
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": 32, "target_hidden_size": 24, "aux_layers": (1, 3, 5), "num_layers": layers, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 12, "intermediate_size": 40, "target_vocab_size": 90, "draft_vocab_size": 50,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_positions": 4096, "norm_before_residual": False, "fc_norm": False,
+        "norm_output": False,
+    }  # fmt: skip
+    shape = DraftShape(**(sizes | changes))
     draft = Eagle3(shape, torch.randn(90, 24)).double()
     for parameter in draft.parameters():
         torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else parameter.data.add_(
@@ -65,7 +71,14 @@ def chain(draft: Eagle3, tokens: torch.Tensor, aux: torch.Tensor, row: int, step
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("layers", "flags"),
-    [(1, {}), (1, {"norm_before_residual": True}), (2, {"fc_norm": True, "norm_output": True}), (3, {})],
+    [
+        (1, {}),
+        (1, {"norm_before_residual": True}),
+        (2, {"fc_norm": True, "norm_output": True}),
+        (3, {}),
+        (1, LATENT),
+        (2, AS_WIDE | {"fc_norm": True, "norm_output": True}),
+    ],
 )
 def test_every_row_equals_step_by_step_decoding(backend: str, layers: int, flags: dict) -> None:
     draft, steps = make_draft(layers, **flags), 4
@@ -88,6 +101,29 @@ def test_every_row_equals_step_by_step_decoding(backend: str, layers: int, flags
                 compared += 1
     brute = sum(brute_mask(mask, steps).any(axis=0).sum() for mask in supervised)
     assert compared >= brute > 20
+
+
+def test_latent_attention_is_that_of_deepseek() -> None:
+    """A second layer's attention, which reads the hidden state alone, against Transformers' DeepSeek-V2."""
+    draft = make_draft(2, **LATENT, rope_theta=300.0)
+    sizes = {"q_lora_rank": 20, "kv_lora_rank": 18, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10}
+    config = DeepseekV2Config(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=4, **sizes,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0}, attn_implementation="eager",
+    )  # fmt: skip
+    theirs = DeepseekV2Attention(config, layer_idx=0).double().eval()
+    theirs.load_state_dict(draft.layers[1].self_attn.state_dict())
+    for module in theirs.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = draft.shape.rms_norm_eps
+    inputs, positions = torch.randn(9, 32, dtype=torch.float64), torch.arange(9)
+    mask = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+    turns = DeepseekV2RotaryEmbedding(config)(inputs[None], positions[None])
+    ours = draft.layers[1].self_attn
+    with torch.no_grad():
+        expected, _ = theirs(inputs[None], attention_mask=mask, position_embeddings=turns)
+        found = ours.result(_causal(ours.queries(inputs, positions), *ours.keys_values(inputs, positions)))
+    torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-5)  # their angles are float32
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,11 +151,20 @@ def test_long_and_short_documents_in_one_pack_equal_decoding(backend: str) -> No
 @pytest.mark.parametrize("steps", [1, 2, 5, 8])
 @pytest.mark.parametrize("lengths", [[1, 2, 63, 64, 65, 127, 128, 129], [1, 2, 63, 64, 65, 1023], [130]])
 def test_backends_agree_in_values_and_gradients(lengths: list[int], steps: int, layers: int) -> None:
+    both_backends(lengths, steps, layers)
+
+
+@pytest.mark.parametrize("changes", [LATENT, AS_WIDE], ids=["padded values", "values as wide as keys"])
+def test_backends_agree_with_latent_attention(changes: dict) -> None:
+    both_backends([1, 2, 63, 64, 65, 129], 4, 2, **changes)
+
+
+def both_backends(lengths: list[int], steps: int, layers: int, **changes: Any) -> None:
     rng = np.random.default_rng(0)
     supervised = [rng.random(length) < 0.8 for length in lengths]
     results = {}
     for name, backend in BACKENDS.items():
-        draft = make_draft(layers)
+        draft = make_draft(layers, **changes)
         tokens, aux, plan = pack(lengths, supervised, steps, kind="label")
         aux = aux[plan.context].requires_grad_()
         outs = unroll(draft, aux, tokens, plan, backend)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fixtures_drafts import DRAFTS, FACTS, FORMATS, random_draft
+from fixtures_drafts import DRAFTS, FACTS, FORMATS, LATENT_DRAFTS, random_draft
 from headstart.formats import common, speculators, tensors, vllm
 
 
@@ -21,6 +21,19 @@ def test_our_exports_load_from_the_version_that_knows_their_shape(form: ModuleTy
     loads = [version for version in vllm.VERSIONS if not form.check(config, version, names)]
     new = len(draft.shape.aux_layers) != 3 or draft.shape.fc_norm
     assert loads == [f"0.{minor}" for minor in range(22 if new else 11, 33)]
+
+
+@pytest.mark.parametrize("changes", LATENT_DRAFTS.values(), ids=LATENT_DRAFTS)
+def test_a_draft_with_mla_loads_from_0_18(changes: dict) -> None:
+    draft = random_draft(**changes)
+    config = vllm.config_of(draft, FACTS)
+    names = tensors.outward(draft, "layers.0", embed=True)
+    assert [version for version in vllm.VERSIONS if not vllm.check(config, version, names)] == [
+        f"0.{minor}" for minor in range(18, 33)
+    ]
+    assert "next-token layer" in vllm.check(config | {"model_type": "deepseek_v3"}, "0.32")[0]
+    del config["kv_lora_rank"]
+    assert vllm.check(config, "0.32") == ["kv_lora_rank is missing: the engine takes DeepSeek-V2's"]
 
 
 FAULTS: list[tuple[str, Callable[[dict], Any], str, str]] = [

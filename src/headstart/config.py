@@ -118,6 +118,11 @@ class Draft(Section):
         5, description="training-time-test steps T: how deep the draft learns to build on itself"
     )
     num_layers: Positive = Field(1, description="decoder layers of the draft")
+    attention: Literal["heads", "mla"] = Field(
+        "heads",
+        description="mla: multi-head latent attention in the sizes of a target that has it (DeepSeek, Kimi); export.formats must "
+        'be ["vllm"], which loads it from 0.18',
+    )
     num_heads: Positive | None = Field(None, description="attention heads of the draft")
     num_kv_heads: Positive | None = Field(None, description="key/value heads of the draft")
     head_dim: Positive | None = Field(None, description="width of one head of the draft")
@@ -133,6 +138,13 @@ class Draft(Section):
     lm_head: Literal["target", "random"] = Field(
         "target", description="start of the draft head: the target's rows, or random"
     )
+
+    @model_validator(mode="after")
+    def _sizes_fit_the_attention(self) -> Draft:
+        for name in ("num_kv_heads", "head_dim"):
+            if self.attention == "mla" and getattr(self, name) is not None:
+                raise ValueError(f"draft.{name} cannot be set with draft.attention = 'mla': its sizes are the target's")
+        return self
 
 
 class Train(Section):
@@ -256,6 +268,10 @@ class Run(Section):
     def _export_can_load(self) -> Run:
         if "speculators" in self.export.formats and not self.export.embed_tokens:
             raise ValueError("export.embed_tokens must be true for the speculators format: it loads garbage without it")
+        if "speculators" in self.export.formats and self.draft.attention == "mla":
+            raise ValueError(
+                "draft.attention = 'mla' cannot be exported in the speculators format: set export.formats = ['vllm']"
+            )
         return self
 
 

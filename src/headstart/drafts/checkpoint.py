@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headstart import files
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.errors import UserError
 from headstart.target.head import TargetHead
 
@@ -75,7 +75,8 @@ def read_shape(folder: Path) -> tuple[DraftShape, dict[str, Any]]:
     try:
         raw = files.read_json(folder / SHAPE)
         shape = raw.pop("shape")
-        return DraftShape(**{**shape, "aux_layers": tuple(shape["aux_layers"])}), raw
+        latent = LatentShape(**shape["latent"]) if shape.get("latent") else None
+        return DraftShape(**{**shape, "aux_layers": tuple(shape["aux_layers"]), "latent": latent}), raw
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"the draft in {folder} cannot be read: {error}", do="train again") from None
 

@@ -10,11 +10,27 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
+class LatentShape:
+    """Sizes of multi-head latent attention (MLA, DeepSeek-V2), in numbers per token or per head.
+
+    q_rank, kv_rank: of the low-rank forms that queries, and keys with values, are made from. nope, rope: the parts of a
+    query or key head without and with a position; the keys share one rope part. value: width of a value head.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
 class DraftShape:
     """All that fixes a draft's tensors and their meaning.
 
     `aux_layers` are boundary indices. `norm_before_residual`: the first layer's residual is the normed hidden (speculators)
-    instead of the plain one (official code). `fc_norm`, `norm_output`: EAGLE-3.1.
+    instead of the plain one (official code). `fc_norm`, `norm_output`: EAGLE-3.1. `latent`: attention is MLA; then head_dim is
+    nope + rope, and every query head has its own keys.
     """
 
     hidden_size: int
@@ -33,6 +49,21 @@ class DraftShape:
     norm_before_residual: bool
     fc_norm: bool
     norm_output: bool
+    latent: LatentShape | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head that is not padding."""
+        return self.latent.value if self.latent else self.head_dim
+
+    def attention_weights(self, entering: int) -> tuple[int, int]:
+        """Matrix weights of one layer's attention with inputs `entering` wide: for keys and values, for queries and result."""
+        heads, result = self.num_heads, self.num_heads * self.value_dim * self.hidden_size
+        if self.latent is None:
+            return entering * 2 * self.num_kv_heads * self.head_dim, entering * heads * self.head_dim + result
+        sizes = self.latent
+        keys = entering * (sizes.kv_rank + sizes.rope) + sizes.kv_rank * heads * (sizes.nope + sizes.value)
+        return keys, sizes.q_rank * (entering + heads * self.head_dim) + result
 
 
 class RMSNorm(nn.Module):
@@ -49,12 +80,24 @@ class RMSNorm(nn.Module):
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary embedding in the half-split layout of Llama. x: [n, heads, head_dim]; positions: [n]."""
+    cos, sin = _turns(x, positions, theta)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotate_pairs(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """The same with neighbours turned together, the layout of DeepSeek."""
+    cos, sin = _turns(x, positions, theta)
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+
+
+def _turns(x: Tensor, positions: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each pair's angle, [n, 1, half of x's width]."""
     half = x.shape[-1] // 2
     exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
     angles = positions.float()[:, None] * theta**-exponents
-    cos, sin = angles.cos()[:, None, :].to(x.dtype), angles.sin()[:, None, :].to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return angles.cos()[:, None, :].to(x.dtype), angles.sin()[:, None, :].to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -79,6 +122,53 @@ class Attention(nn.Module):
         size = (len(x), self.shape.num_kv_heads, self.shape.head_dim)
         return rotate(self.k_proj(x).view(size), positions, self.shape.rope_theta), self.v_proj(x).view(size)
 
+    def result(self, attended: Tensor) -> Tensor:
+        """Attention result [n, heads, head_dim] -> [n, d]."""
+        return self.o_proj(attended.flatten(1))
+
+
+class LatentAttention(nn.Module):
+    """MLA, with its keys and values written out so that the same kernels take them. Names as in DeepSeek's checkpoints.
+
+    The scale of the scores is head_dim ** -0.5, as with plain rotary positions (no yarn).
+    """
+
+    def __init__(self, shape: DraftShape, sizes: LatentShape, input_size: int) -> None:
+        super().__init__()
+        self.shape, self.sizes = shape, sizes
+        self.q_a_proj = nn.Linear(input_size, sizes.q_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(sizes.q_rank, shape.rms_norm_eps)
+        self.q_b_proj = nn.Linear(sizes.q_rank, shape.num_heads * shape.head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(input_size, sizes.kv_rank + sizes.rope, bias=False)
+        self.kv_a_layernorm = RMSNorm(sizes.kv_rank, shape.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(sizes.kv_rank, shape.num_heads * (sizes.nope + sizes.value), bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * sizes.value, shape.hidden_size, bias=False)
+
+    def queries(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[n, input] -> queries [n, heads, nope + rope], the rope part rotated."""
+        sizes = self.sizes
+        whole = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        still, turned = whole.view(len(x), self.shape.num_heads, -1).split((sizes.nope, sizes.rope), dim=-1)
+        return torch.cat((still, rotate_pairs(turned, positions, self.shape.rope_theta)), dim=-1)
+
+    def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, input] -> keys, and values padded with zeros to their width, each [n, heads, nope + rope]."""
+        sizes, heads = self.sizes, self.shape.num_heads
+        latent, turned = self.kv_a_proj_with_mqa(x).split((sizes.kv_rank, sizes.rope), dim=-1)
+        pairs = self.kv_b_proj(self.kv_a_layernorm(latent)).view(len(x), heads, -1)
+        still, values = pairs.split((sizes.nope, sizes.value), dim=-1)
+        shared = rotate_pairs(turned[:, None, :], positions, self.shape.rope_theta).expand(-1, heads, -1)
+        keys = torch.cat((still, shared), dim=-1)
+        return keys, functional.pad(values, (0, self.shape.head_dim - sizes.value))
+
+    def result(self, attended: Tensor) -> Tensor:
+        """Attention result [n, heads, nope + rope], zeros where values were padded -> [n, d]."""
+        return self.o_proj(attended[..., : self.sizes.value].flatten(1))
+
+
+def attention_of(shape: DraftShape, input_size: int) -> Attention | LatentAttention:
+    return LatentAttention(shape, shape.latent, input_size) if shape.latent else Attention(shape, input_size)
+
 
 class MLP(nn.Module):
     """SwiGLU."""
@@ -94,7 +184,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama-style layer. The first one also reads the embedding: its attention input is [norm(e), norm(h)], 2d wide."""
+    """A Llama-style layer, its attention plain heads or MLA.
+
+    The first one also reads the embedding: its attention input is [norm(e), norm(h)], 2d wide.
+    """
 
     def __init__(self, shape: DraftShape, *, first: bool) -> None:
         super().__init__()
@@ -102,7 +195,7 @@ class DecoderLayer(nn.Module):
         self.norm_before_residual = shape.norm_before_residual
         self.hidden_norm = RMSNorm(width, eps) if first else None
         self.input_layernorm = RMSNorm(shape.target_hidden_size if first else width, eps)
-        self.self_attn = Attention(shape, width + shape.target_hidden_size if first else width)
+        self.self_attn = attention_of(shape, width + shape.target_hidden_size if first else width)
         self.post_attention_layernorm = RMSNorm(width, eps)
         self.mlp = MLP(shape)
 
@@ -116,5 +209,5 @@ class DecoderLayer(nn.Module):
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual [n, d] and attention result [n, heads, head_dim] -> the layer's output [n, d]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
+        hidden = residual + self.self_attn.result(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -43,6 +43,8 @@ def parameters(shape: DraftShape) -> Parameters:
     fuse = aux * shape.target_hidden_size * d
     layers = sum(_layer(shape, first=index == 0) for index in range(shape.num_layers))
     norms = d * (2 * shape.num_layers + 2) + (aux * shape.target_hidden_size if shape.fc_norm else 0)
+    if shape.latent:
+        norms += shape.num_layers * (shape.latent.kv_rank + shape.latent.q_rank)
     return Parameters(fuse + layers, shape.draft_vocab_size * d, norms)
 
 
@@ -66,16 +68,14 @@ def training_cost(shape: DraftShape, steps: int, length: float, *, freeze_head: 
     d, aux = shape.hidden_size, len(shape.aux_layers)
     fuse = 2 * aux * shape.target_hidden_size * d
     layers = 2 * sum(_layer(shape, first=index == 0) for index in range(shape.num_layers))
-    attention = 2 * shape.num_layers * shape.num_heads * shape.head_dim * length
+    attention = shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim) * length
     head = 2 * d * shape.draft_vocab_size
     live = 3 * (fuse + steps * (layers + attention)) + (2 if freeze_head else 3) * steps * head
-    dead = 3 * (fuse + 2 * 2 * d * 2 * shape.num_kv_heads * shape.head_dim)
+    dead = 3 * (fuse + 2 * shape.attention_weights(2 * d)[0])
     return TokenCost(live + head, dead)
 
 
 def _layer(shape: DraftShape, *, first: bool) -> int:
     """Matrices of one decoder layer; the first reads the embedding beside the hidden state."""
     d = shape.hidden_size
-    entering = 2 * d if first else d
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return entering * (queries + 2 * keys) + queries * d + 3 * d * shape.intermediate_size
+    return sum(shape.attention_weights(2 * d if first else d)) + 3 * d * shape.intermediate_size

@@ -57,8 +57,9 @@ class ServingCheck:
         off_devices(self.drafts)
         folder = self.scratch / "served-draft"
         vllm.write(folder, self.drafts[TRAINED], target_facts(self.run))
+        latent = self.drafts[TRAINED].shape.latent is not None
         plain = self._serve("plain", None)
-        drafted = self._serve("drafted", Drafting(folder, settings.draft_tokens))
+        drafted = self._serve("drafted", Drafting(folder, settings.draft_tokens, latent))
         found = serving.section(plain, drafted, reference, settings.draft_tokens, settings.seed)
         found["other_prompts"] = serving.other_prompts([prompt.ids for prompt in self.prompts], plain)
         apart, differs = serving.mismatches(plain, drafted), found["agreement"]["verdict"] == "differs"

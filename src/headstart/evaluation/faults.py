@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import Attention, DecoderLayer
+from headstart.drafts.layers import Attention, DecoderLayer, LatentAttention
 from headstart.evaluation.acceptance import AcceptanceLog
 from headstart.evaluation.offline import reference_walk
 from headstart.evaluation.serving import NO_FAULT
@@ -177,16 +177,18 @@ def _rescaled(draft: Eagle3, factor: float) -> Eagle3:
 class _Scaled(nn.Module):
     """Attention projections with linear RoPE scaling."""
 
-    def __init__(self, inner: Attention, factor: float) -> None:
+    def __init__(self, inner: Attention | LatentAttention, factor: float) -> None:
         super().__init__()
         self.inner, self.factor = inner, factor
-        self.o_proj = inner.o_proj
 
     def queries(self, x: Tensor, positions: Tensor) -> Tensor:
         return self.inner.queries(x, positions / self.factor)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.inner.keys_values(x, positions / self.factor)
+
+    def result(self, attended: Tensor) -> Tensor:
+        return self.inner.result(attended)
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -12,11 +12,21 @@ import torch
 
 from headstart import files
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.errors import UserError
 
 CONFIG = "config.json"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+KV_RANK = "kv_lora_rank"  # tells a draft with MLA
+_LATENT = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": KV_RANK,
+    "nope": "qk_nope_head_dim",
+    "rope": "qk_rope_head_dim",
+    "value": "v_head_dim",
+}
+LATENT_SIZES = tuple(_LATENT.values())
+_LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 Config = dict[str, Any]
 
@@ -86,6 +96,38 @@ def llama_config(shape: DraftShape, facts: ExportFacts, dtype: torch.dtype) -> C
     }
 
 
+def latent_config(shape: DraftShape, sizes: LatentShape, facts: ExportFacts, dtype: torch.dtype) -> Config:
+    """The fields of a decoder with MLA, as DeepSeek-V2 has them.
+
+    Not as DeepSeek-V3: vLLM takes a draft of that type for the model's own next-token layer.
+    """
+    plain = llama_config(shape, facts, dtype)
+    del plain["head_dim"], plain["mlp_bias"]
+    ranks = {foreign: getattr(sizes, name) for name, foreign in _LATENT.items()}
+    rope = _plain_yarn(shape)
+    return {
+        **plain,
+        "model_type": "deepseek_v2",
+        **ranks,
+        "rope_parameters": rope,
+        "rope_scaling": rope,
+    }
+
+
+def _plain_yarn(shape: DraftShape) -> Config:
+    """Plain rotary positions, told as yarn that stretches nothing: older vLLMs lose the rope_theta of any other kind, or fail."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": shape.rope_theta,
+        "factor": 1.0,
+        "original_max_position_embeddings": shape.max_positions,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+
+
 def draft_fields(shape: DraftShape) -> Config:
     """What both formats say of the draft beyond the decoder, under the same names."""
     return {
@@ -107,6 +149,7 @@ def shape_of(config: Mapping[str, Any], where: Path) -> DraftShape:
     """
     _refuse_unknown(config, where)
     hidden, heads = _number(config, "hidden_size", where), _number(config, "num_attention_heads", where)
+    latent = _latent(config, where)
     vocabulary = _number(config, "vocab_size", where)
     theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
     return DraftShape(
@@ -115,8 +158,8 @@ def shape_of(config: Mapping[str, Any], where: Path) -> DraftShape:
         aux_layers=tuple(_layer_ids(config, where)),
         num_layers=_number(config, "num_hidden_layers", where),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
+        num_kv_heads=heads if latent else config.get("num_key_value_heads") or heads,
+        head_dim=latent.nope + latent.rope if latent else config.get("head_dim") or hidden // heads,
         intermediate_size=_number(config, "intermediate_size", where),
         target_vocab_size=vocabulary,
         draft_vocab_size=config.get("draft_vocab_size") or vocabulary,
@@ -126,6 +169,7 @@ def shape_of(config: Mapping[str, Any], where: Path) -> DraftShape:
         norm_before_residual=bool(config.get("norm_before_residual")),
         fc_norm=bool(config.get("fc_norm")),
         norm_output=bool(config.get("norm_output")),
+        latent=latent,
     )
 
 
@@ -149,14 +193,26 @@ def nulls(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
                 yield from nulls(inner, f"{prefix}{key}.")
 
 
+def _latent(config: Mapping[str, Any], where: Path) -> LatentShape | None:
+    if config.get(KV_RANK) is None:
+        return None
+    sizes = {name: _number(config, foreign, where) for name, foreign in _LATENT.items()}
+    if sizes["value"] > sizes["nope"] + sizes["rope"]:
+        raise UserError(f"the draft in {where} has values wider than its keys, which headstart has no draft for")
+    return LatentShape(**sizes)
+
+
 def _refuse_unknown(config: Mapping[str, Any], where: Path) -> None:
     """Settings that change what the draft computes, in ways that `Eagle3` has no switch for."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     eagle = config.get("eagle_config") or {}
     strange = {
-        "model_type": config.get("model_type", "llama") != "llama",
+        "model_type": config.get("model_type", "llama") not in (_LATENT_TYPES if KV_RANK in config else ("llama",)),
+        "index_topk": bool(config.get("index_topk")),
         "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+        "rope_scaling": not (
+            rope.get("rope_type", rope.get("type", "default")) == "default" or _stretches_nothing(rope)
+        ),
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
         "norm_before_fc": bool(eagle.get("norm_before_fc", config.get("norm_before_fc"))),
@@ -166,8 +222,13 @@ def _refuse_unknown(config: Mapping[str, Any], where: Path) -> None:
     for name, present in strange.items():
         if present:
             raise UserError(
-                f"the draft in {where} uses {name}, which headstart has no draft for", looked_for="a plain Llama layer"
+                f"the draft in {where} uses {name}, which headstart has no draft for",
+                looked_for="a plain Llama layer, or one with plain MLA",
             )
+
+
+def _stretches_nothing(rope: Mapping[str, Any]) -> bool:
+    return rope.get("rope_type") == "yarn" and rope.get("factor") == 1 and rope.get("attention_factor", 1) == 1
 
 
 def _layer_ids(config: Mapping[str, Any], where: Path) -> list[int]:

@@ -35,6 +35,11 @@ def write(folder: Path, draft: Eagle3, facts: ExportFacts) -> None:
             "export.embed_tokens=false cannot be had in the speculators format: it would load a random embedding",
             do='keep the embedding, or leave the format out: export.formats=["vllm"]',
         )
+    if draft.shape.latent:
+        raise UserError(
+            "a draft with MLA cannot be had in the speculators format",
+            do='leave the format out: export.formats=["vllm"]',
+        )
     common.check_writable(draft, facts)
     tensors.write(folder, tensors.outward(draft, _FIRST_LAYER, embed=facts.embed_tokens))
     files.write_json(folder / common.CONFIG, config_of(draft, facts))

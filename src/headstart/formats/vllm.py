@@ -1,8 +1,9 @@
-"""vLLM's raw EAGLE-3 format (`LlamaForCausalLMEagle3`), and what each version from 0.11 to 0.32 makes of such a folder.
+"""vLLM's raw EAGLE-3 format, and what each version from 0.11 to 0.32 makes of such a folder.
 
-Layer ids in it are our boundary indices. The first layer is named as the official EAGLE-3 code names it, which vLLM and
-SGLang both read; a draft of several layers uses vLLM's own numbering. Facts per version: read in vLLM's source
-(`llama_eagle3.py`, `config/speculative.py`, the model runners).
+Its class is `LlamaForCausalLMEagle3`, or `Eagle3DeepseekV2ForCausalLM` for a draft with MLA. Layer ids in it are our boundary
+indices. The first layer is named as the official EAGLE-3 code names it, which vLLM and SGLang both read; a draft of several
+layers uses vLLM's own numbering. Facts per version: read in vLLM's source (`llama_eagle3.py`, `deepseek_eagle3.py`,
+`config/speculative.py`, the model runners).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from headstart.formats.common import LAYER_IDS, Config, ExportFacts
 from headstart.formats.tensors import OFFSETS
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
+LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 Version = tuple[int, ...]
 
 _OLDEST, _NEWEST = (0, 11), (0, 32)
@@ -39,6 +41,7 @@ _TARGETS: dict[str, Version] = {
 _FREE_TARGETS: Version = (0, 22)
 _FLEXIBLE: Version = (0, 22)  # any number of states, fc_norm, norm_output
 _NORM_BEFORE_FC: Version = (0, 18)
+_LATENT: Version = (0, 18)
 _NESTED_IDS: Version = (0, 22)  # ids inside eagle_config are read too (0.16 does not; between them not looked at)
 _RUNNER_V2: Version = (0, 29)  # the default since; reads another key there
 _NO_FULL_MAP: Version = (0, 30)
@@ -59,6 +62,10 @@ _FALLBACKS = {
     "draft_vocab_size": "vocab_size",
     "norm_before_residual": "false",
 }
+_LATENT_FALLBACKS = {
+    **{name: value for name, value in _FALLBACKS.items() if name not in ("num_key_value_heads", "head_dim")},
+    **dict.fromkeys(common.LATENT_SIZES, "DeepSeek-V2's"),
+}
 
 
 def write(folder: Path, draft: Eagle3, facts: ExportFacts) -> None:
@@ -77,10 +84,11 @@ def read(folder: Path) -> tuple[DraftShape, dict[str, Tensor]]:
 
 def config_of(draft: Eagle3, facts: ExportFacts) -> Config:
     """The content of config.json."""
-    shape, dtype = draft.shape, draft.fc.weight.dtype
+    shape, sizes, dtype = draft.shape, draft.shape.latent, draft.fc.weight.dtype
+    latent = common.latent_config(shape, sizes, facts, dtype) if sizes else None
     config = {
-        "architectures": [ARCHITECTURE],
-        **common.llama_config(shape, facts, dtype),
+        "architectures": [LATENT_ARCHITECTURE if latent else ARCHITECTURE],
+        **(latent or common.llama_config(shape, facts, dtype)),
         **common.draft_fields(shape),
         **state_fields(shape),
         "target_model_type": facts.target_type,
@@ -120,11 +128,12 @@ def _parse(version: str) -> Version:
 
 
 def _fields(config: Config, version: Version, names: Collection[str]) -> Iterator[str]:
-    if config.get("architectures") != [ARCHITECTURE]:
+    latent = config.get("architectures") == [LATENT_ARCHITECTURE]
+    if not latent and config.get("architectures") != [ARCHITECTURE]:
         yield f"architectures is {config.get('architectures')!r}, not [{ARCHITECTURE!r}]"
     for name in common.nulls(config):
         yield f"{name} is null"
-    for name, fallback in _FALLBACKS.items():
+    for name, fallback in (_LATENT_FALLBACKS if latent else _FALLBACKS).items():
         if name not in config:
             yield f"{name} is missing: the engine takes {fallback}"
     if "rope_theta" not in config and "rope_theta" not in (config.get("rope_parameters") or {}):
@@ -165,6 +174,15 @@ def _norms(config: Config, version: Version, names: Collection[str]) -> Iterator
         yield "norm_before_fc: needs 0.18 or newer"
 
 
+def _attention(config: Config, version: Version, names: Collection[str]) -> Iterator[str]:
+    if config.get("architectures") != [LATENT_ARCHITECTURE]:
+        return
+    if version < _LATENT:
+        yield "a draft with MLA: needs 0.18 or newer"
+    if config.get("model_type") != "deepseek_v2":
+        yield f"model_type is {config.get('model_type')!r}, not 'deepseek_v2': taken for a next-token layer, or not for MLA"
+
+
 def _widths(config: Config, version: Version, names: Collection[str]) -> Iterator[str]:
     hidden, target = config.get("hidden_size"), config.get("target_hidden_size")
     if hidden and target and hidden != target:
@@ -186,4 +204,4 @@ def _target(config: Config, version: Version, names: Collection[str]) -> Iterato
         yield f"targets of type {kind}: refused by this version, 0.22 and newer take every type"
 
 
-_RULES = (_fields, _layer_ids, _number_of_states, _norms, _widths, _vocabulary, _target)
+_RULES = (_fields, _attention, _layer_ids, _number_of_states, _norms, _widths, _vocabulary, _target)

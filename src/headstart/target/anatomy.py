@@ -38,10 +38,11 @@ class Anatomy:
     wrapper: vision, audio or another model is around it. text_path: where its own configuration sits ("" at the top).
     text_architecture: the class that part names, where it names one. layers_path: where vLLM's class keeps the decoder
     layers. vocab_size: rows of the embedding; tokenizer_size: ids that the tokenizer knows. head_dim: width of one query
-    head (with MLA: both parts). rms_norm_eps: epsilon of the norms, also of mean-centred ones. logit_scale multiplies the
-    logits; softcap c bends them by c*tanh(x/c). layer_kinds: number of layers by kind; hybrid: some keep another state
-    than attention's keys and values. quantization_bits: of one weight. weights_bytes: of all files together. eos_ids:
-    from every place that names some. remote_code: the folder ships classes of its own. evidence: by field.
+    head (with MLA: both parts). latent_sizes: of MLA, as `drafts.layers.LatentShape` names them. rms_norm_eps: epsilon of
+    the norms, also of mean-centred ones. logit_scale multiplies the logits; softcap c bends them by c*tanh(x/c).
+    layer_kinds: number of layers by kind; hybrid: some keep another state than attention's keys and values.
+    quantization_bits: of one weight. weights_bytes: of all files together. eos_ids: from every place that names some.
+    remote_code: the folder ships classes of its own. evidence: by field.
     """
 
     architecture: str | None
@@ -68,6 +69,7 @@ class Anatomy:
     rope_scaling: dict[str, Any] | None
     max_positions: int | None
     mla: bool
+    latent_sizes: dict[str, int] | None = None
     moe: bool
     hybrid: bool = False
     layer_kinds: dict[str, int] | None = None
@@ -188,6 +190,15 @@ def _mla(view: View) -> tuple[bool, str]:
     return found, f"{view.prefix}kv_lora_rank" if found else "no kv_lora_rank"
 
 
+def _latent_sizes(view: View) -> tuple[dict[str, int] | None, str]:
+    if not _mla(view)[0]:
+        return None, "no MLA"
+    sizes = {name: view.look((key,), WHOLE)[0] for name, key in _LATENT.items()}
+    if missing := [_LATENT[name] for name, value in sizes.items() if value is None]:
+        return None, f"unknown: no {view.prefix}{missing[0]}"
+    return sizes, f"{view.prefix}kv_lora_rank and the keys beside it"
+
+
 def _moe(view: View) -> tuple[bool, str]:
     value, evidence = view.look(SPELLINGS["experts"], WHOLE)
     many = value is not None and value > 1
@@ -233,6 +244,13 @@ _SIZES = {
     ),
     "rms_norm_eps": NUMBER,
 }
+_LATENT = {
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope": "qk_nope_head_dim",
+    "rope": "qk_rope_head_dim",
+    "value": "v_head_dim",
+}
 _FACTS: dict[str, Callable[[View], tuple[Any, str]]] = {
     "architecture": _architecture,
     "model_type": lambda view: (type_of(view.top), "model_type" if type_of(view.top) else ""),
@@ -247,6 +265,7 @@ _FACTS: dict[str, Callable[[View], tuple[Any, str]]] = {
     "rope_theta": lambda view: rope(view)[0],
     "rope_scaling": lambda view: rope(view)[1],
     "mla": _mla,
+    "latent_sizes": _latent_sizes,
     "moe": _moe,
     "dtype": lambda view: view.look(("dtype", "torch_dtype"), (str,), also_top=True),
 }

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from headstart import config
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.errors import UserError
 from headstart.target.anatomy import Anatomy
 from headstart.target.head import TargetHead
@@ -17,15 +17,17 @@ HEAD_DIM = 128  # of a draft for a target whose own head geometry is of another 
 
 
 def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], vocab: int) -> DraftShape:
-    """The draft's shape: what the settings say, else the target's own (but never the head dimensions of MLA).
+    """The draft's shape: what the settings say, else the target's own (the head dimensions of MLA for a draft with MLA alone).
 
     aux: boundary indices. vocab: size of the draft vocabulary.
 
     Raises:
-        UserError: heads that do not divide, or a part of the target's shape that is unknown and not set.
+        UserError: heads that do not divide, MLA that the target has not, or a part of the target's shape that is unknown
+            and not set.
     """
     width = target.required("hidden_size")
-    heads, kv_heads, head_dim = _heads(settings, target, width)
+    latent = latent_of(target) if settings.attention == "mla" else None
+    heads, kv_heads, head_dim = _latent_heads(settings, target, latent) if latent else _heads(settings, target, width)
     if heads % kv_heads or head_dim % 2:
         raise UserError(
             f"draft.num_heads = {heads}, num_kv_heads = {kv_heads}, head_dim = {head_dim} do not fit",
@@ -48,7 +50,32 @@ def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], voc
         norm_before_residual=settings.norm_before_residual,
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
+        latent=latent,
     )
+
+
+def latent_of(target: Anatomy) -> LatentShape:
+    """The target's sizes of MLA. Raises UserError when it has none, or such that no draft can have."""
+    if not target.mla:
+        raise UserError(
+            "draft.attention = 'mla', but the target has no multi-head latent attention",
+            looked_for="kv_lora_rank in its config.json",
+            do="leave draft.attention out",
+        )
+    if target.latent_sizes is None:
+        raise UserError(
+            f"draft.attention = 'mla', but of the target's MLA a size is {target.evidence.get('latent_sizes', 'unknown')}",
+            looked_for="q_lora_rank (vLLM 0.32 loads no such draft without it), kv_lora_rank, and the widths of its heads",
+            do="leave draft.attention out",
+        )
+    sizes = LatentShape(**target.latent_sizes)
+    if sizes.rope % 2 or sizes.value > sizes.nope + sizes.rope:
+        raise UserError(
+            f"the target's MLA has qk_nope_head_dim {sizes.nope}, qk_rope_head_dim {sizes.rope}, v_head_dim {sizes.value}",
+            looked_for="an even rope part, and values no wider than keys",
+            do="leave draft.attention out",
+        )
+    return sizes
 
 
 def new_draft(
@@ -73,6 +100,11 @@ def new_draft(
             draft.fc.weight.zero_()
             draft.fc.weight[:, -shape.target_hidden_size :].copy_(torch.eye(shape.target_hidden_size))
     return draft
+
+
+def _latent_heads(settings: config.Draft, target: Anatomy, sizes: LatentShape) -> tuple[int, int, int]:
+    heads = settings.num_heads or target.required("num_heads")
+    return heads, heads, sizes.nope + sizes.rope
 
 
 def _heads(settings: config.Draft, target: Anatomy, width: int) -> tuple[int, int, int]:

@@ -38,7 +38,8 @@ def dense_flops(shape: DraftShape, tokens: int, steps: int) -> float:
     for index in range(steps):
         for layer in range(shape.num_layers):
             total += FORWARD_AND_BOTH_GRADIENTS * _layer(shape, layer, tokens, tokens)
-            total += FORWARD_AND_BOTH_GRADIENTS * 4 * shape.num_heads * shape.head_dim * (pairs + index * tokens)
+            widths = shape.head_dim + shape.value_dim
+            total += FORWARD_AND_BOTH_GRADIENTS * 2 * shape.num_heads * widths * (pairs + index * tokens)
         total += _head(shape, tokens, frozen=False)
     return total + 2 * wide * shape.draft_vocab_size * tokens
 
@@ -46,15 +47,14 @@ def dense_flops(shape: DraftShape, tokens: int, steps: int) -> float:
 def _layer(shape: DraftShape, layer: int, keyed: int, asking: int) -> float:
     """Matrix products of one decoder layer, forward: keys and values of `keyed` rows, all the rest of `asking` rows."""
     d = shape.hidden_size
-    inputs = d + shape.target_hidden_size if layer == 0 else d
-    keys, queries = shape.num_kv_heads * shape.head_dim, shape.num_heads * shape.head_dim
-    return 2 * (keyed * inputs * 2 * keys + asking * (inputs * queries + queries * d + 3 * d * shape.intermediate_size))
+    keys, queries = shape.attention_weights(d + shape.target_hidden_size if layer == 0 else d)
+    return 2 * (keyed * keys + asking * (queries + 3 * d * shape.intermediate_size))
 
 
 def _attention(shape: DraftShape, runs: tuple[Run, ...], diagonal: int) -> float:
     """Scores and weighted values, forward, over the keys that each query sees."""
     seen = sum((run.high - run.low) * (run.low - run.start + run.high - run.start + 1) / 2 for run in runs)
-    return 4 * shape.num_heads * shape.head_dim * (seen + diagonal)
+    return 2 * shape.num_heads * (shape.head_dim + shape.value_dim) * (seen + diagonal)
 
 
 def _head(shape: DraftShape, rows: int, *, frozen: bool) -> float:

@@ -113,6 +113,7 @@ def media_limits(use: Use) -> dict[str, int]:
 
 # The CPU kernel of rotary embeddings is wrong for the three-dimensional queries of MLA (0.16 to 0.32): use plain torch.
 # MLA itself came to the CPU with 0.28, and EAGLE-3 beside Kimi fails on it in 0.32: run it as ordinary heads.
+# A draft with MLA is always MLA, and a cache of both kinds has no common block size on a CPU: the target is then MLA as well.
 MLA_AS_HEADS = {"VLLM_MLA_DISABLE": "1"}
 MLA_ON_CPU = {"mode": 0, "custom_ops": ["all", "-rotary_embedding"]}
 

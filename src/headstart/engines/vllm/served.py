@@ -47,10 +47,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A draft to serve with: its folder, in vLLM's format, and K."""
+    """A draft to serve with: its folder, in vLLM's format, and K. latent: its attention is MLA."""
 
     folder: Path
     draft_tokens: int
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ def plan_of(target: Target, way: Way, asked: Asked, drafting: Drafting | None) -
     found["enable_prefix_caching"] = False  # every prompt is read whole, with and without the draft
     found["skip_tokenizer_init"] = not asked.chats or drafting is not None
     environment = arguments.base_environment(target, use, way.anatomy, way.device)
+    if drafting and drafting.latent:
+        environment = {name: value for name, value in environment.items() if name not in arguments.MLA_AS_HEADS}
     if way.rung.name == "transformers":
         found["hf_overrides"] = {"architectures": [arguments.BACKEND[way.anatomy.wrapper]]}
     if drafting:

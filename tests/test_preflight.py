@@ -54,11 +54,22 @@ def test_a_draft_with_mla_needs_a_target_that_has_it(tmp_path: Path, target: Pat
 
 @pytest.mark.parametrize(
     ("override", "said"),
-    [("draft.head_dim=64", "head_dim cannot be set"), ("draft.num_layers=1", "set export.formats")],
+    [
+        ("draft.head_dim=64", "head_dim cannot be set"),
+        ("draft.num_layers=1", "set export.formats"),
+        ("draft.sliding_window=64", "vLLM serves no such draft"),
+    ],
 )
 def test_settings_that_mla_does_not_take(tmp_path: Path, target: Path, override: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         run_for(tmp_path, target, "draft.attention=mla", override)
+
+
+def test_flex_attention_is_refused_on_a_cpu(tmp_path: Path, target: Path) -> None:
+    with pytest.raises(UserError, match="no backward pass on a CPU"):
+        pipeline.execute_all(
+            run_for(tmp_path, target, "train.attention=flex", "target.device=cpu"), tmp_path / "run", Events(quiet=True)
+        )
 
 
 def test_heads_that_do_not_share_out_are_refused(tmp_path: Path, target: Path) -> None:

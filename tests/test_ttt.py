@@ -22,7 +22,7 @@ from headstart.drafts import attention
 from headstart.drafts.eagle3 import DraftCache, Eagle3, _causal
 from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.drafts.losses import Teacher, fused_divergence
-from headstart.drafts.rows import live_mask, plan_rows
+from headstart.drafts.rows import Run, live_mask, plan_rows, within
 from headstart.drafts.ttt import unroll
 from headstart.target.head import TargetHead
 
@@ -78,6 +78,8 @@ def chain(draft: Eagle3, tokens: torch.Tensor, aux: torch.Tensor, row: int, step
         (3, {}),
         (1, LATENT),
         (2, AS_WIDE | {"fc_norm": True, "norm_output": True}),
+        (1, {"sliding_window": 4}),
+        (2, {"sliding_window": 7}),
     ],
 )
 def test_every_row_equals_step_by_step_decoding(backend: str, layers: int, flags: dict) -> None:
@@ -126,10 +128,11 @@ def test_latent_attention_is_that_of_deepseek() -> None:
     torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-5)  # their angles are float32
 
 
+@pytest.mark.parametrize("window", [None, 64, 128])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_long_and_short_documents_in_one_pack_equal_decoding(backend: str) -> None:
+def test_long_and_short_documents_in_one_pack_equal_decoding(backend: str, window: int | None) -> None:
     """Case C35: lengths around the kernels' block size, mixed in a batch; no NaN, and every chain is the decoder's."""
-    draft, lengths = make_draft(), [1, 2, 127, 128, 129]
+    draft, lengths = make_draft(sliding_window=window), [1, 2, 127, 128, 129]
     supervised = [np.arange(length) >= length - 9 for length in lengths]
     tokens, aux, plan = pack(lengths, supervised, 4)
     starts = np.cumsum([0, *lengths])
@@ -159,6 +162,41 @@ def test_backends_agree_with_latent_attention(changes: dict) -> None:
     both_backends([1, 2, 63, 64, 65, 129], 4, 2, **changes)
 
 
+@pytest.mark.parametrize("window", [8, 63, 64, 200])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_backends_agree_with_a_sliding_window(window: int, layers: int) -> None:
+    both_backends([1, 2, 63, 64, 65, 300], 8, layers, sliding_window=window)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_flex_attention_sees_the_same(window: int | None) -> None:
+    """Values alone: it has no backward pass on a CPU."""
+    draft, lengths = make_draft(2, sliding_window=window), [1, 2, 63, 64, 65, 129]
+    rng = np.random.default_rng(0)
+    tokens, aux, plan = pack(lengths, [rng.random(length) < 0.6 for length in lengths], 5, kind="label")
+    with torch.no_grad():
+        found, expected = (
+            unroll(draft, aux[plan.context], tokens, plan, attend) for attend in (attention.flex, attention.dense)
+        )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+@given(st.integers(0, 9), st.integers(0, 30), st.integers(1, 40), st.integers(1, 45))
+def test_a_reach_is_its_definition(start: int, before: int, rows: int, reach: int) -> None:
+    """Pieces have every row once, and row t sees the rows above t - reach, from its document's start up to itself."""
+    low = start + before
+    whole, seen = Run(start, low, low + rows, 100), {}
+    for run in within([whole], reach):
+        for row, sees in enumerate(attention._seen(run, torch.device("cpu"))):
+            assert run.at + row not in seen
+            seen[run.at + row] = [run.start + int(key) for key in sees.nonzero()]
+        assert run.pairs == int(attention._seen(run, torch.device("cpu")).sum())
+    assert seen == {100 + i: list(range(max(start, low + i - reach + 1), low + i + 1)) for i in range(rows)}
+    assert whole.pairs == sum(before + i + 1 for i in range(rows))
+
+
 def both_backends(lengths: list[int], steps: int, layers: int, **changes: Any) -> None:
     rng = np.random.default_rng(0)
     supervised = [rng.random(length) < 0.8 for length in lengths]
@@ -175,7 +213,9 @@ def both_backends(lengths: list[int], steps: int, layers: int, **changes: Any) -
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU's kernels need a GPU")
-def test_flash_on_a_gpu_agrees_with_the_dense_form() -> None:
+@pytest.mark.parametrize("reach", [None, 50])
+@pytest.mark.parametrize("form", [attention.flash_cuda, attention.flex])
+def test_forms_of_a_gpu_agree_with_the_dense_one(form: attention.Attend, reach: int | None) -> None:
     """bfloat16 against the dense form in float32, within bfloat16's rounding; runs that begin inside their documents too."""
     rng = np.random.default_rng(0)
     lengths = [1, 2, 63, 64, 65, 1023]
@@ -187,7 +227,8 @@ def test_flash_on_a_gpu_agrees_with_the_dense_form() -> None:
     wide = [x.float().requires_grad_() for x in narrow]
     for x in narrow:
         x.requires_grad_()
-    found, expected = attention.flash_cuda(*narrow, step.runs), attention.dense(*wide, step.runs)
+    runs = step.runs if reach is None else within(step.runs, reach)
+    found, expected = form(*narrow, runs), attention.dense(*wide, runs)
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
     weight = torch.randn_like(expected)
     (found.float() * weight).sum().backward()

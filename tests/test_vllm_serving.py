@@ -5,7 +5,7 @@ Four starts of vLLM: to capture through it, to serve without the draft, with it,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,7 @@ def test_one_chat_learnt_by_heart_is_accepted_whole(learnt: Learnt, tmp_path: Pa
     assert serving_words.warnings(found | {"mismatches": []}) == []
 
 
+WINDOW = 6
 LATENT = LatentShape(
     q_rank=64, kv_rank=512, nope=32, rope=64, value=32
 )  # 512 and 64 are all that vLLM's CPU kernel takes
@@ -185,6 +186,18 @@ def test_a_draft_with_mla_beside_a_target_with_mla(tmp_path: Path) -> None:
     )  # the counters also have what the last step was cut by
     assert found["identical"] == found["agreement"]["step_for_step"] == found["reference"]["same_answers"] == [1, 1]
     assert found["agreement"]["verdict"] == "agrees"
+
+
+def test_a_draft_with_a_sliding_window(tmp_path: Path) -> None:
+    """vLLM drafts as the reference decoder does, which sees the window; without it, its drafts are others."""
+    target = save_tokenizer(save_llama(tmp_path / "target", head_dim=32))
+    learnt = learn(tmp_path, target, 0.9, sliding_window=WINDOW)
+    found = learnt.check(tmp_path, "vllm").measure(learnt.reference)
+    assert found["tau"] == found["reference"]["tau"]
+    assert found["identical"] == found["agreement"]["step_for_step"] == found["reference"]["same_answers"] == [1, 1]
+    learnt.drafts["trained"].shape = replace(learnt.drafts["trained"].shape, sliding_window=None)
+    (learnt.scratch / "drafted.json").unlink()
+    assert learnt.check(tmp_path, "vllm").measure(learnt.reference)["agreement"]["step_for_step"] == [0, 1]
 
 
 def test_a_spoilt_export_is_named(learnt: Learnt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,9 @@ class Draft(Section):
     num_kv_heads: Positive | None = Field(None, description="key/value heads of the draft")
     head_dim: Positive | None = Field(None, description="width of one head of the draft")
     intermediate_size: Positive | None = Field(None, description="width of the draft's MLP")
+    sliding_window: Positive | None = Field(
+        None, description="tokens that a query of the draft sees at most, its own among them; all when absent"
+    )
     norm_before_residual: bool = Field(
         False, description="residual after the hidden norm (speculators) or before it (official)"
     )
@@ -144,6 +147,19 @@ class Draft(Section):
         for name in ("num_kv_heads", "head_dim"):
             if self.attention == "mla" and getattr(self, name) is not None:
                 raise ValueError(f"draft.{name} cannot be set with draft.attention = 'mla': its sizes are the target's")
+        return self
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> Draft:
+        if self.sliding_window is not None and self.attention == "mla":
+            raise ValueError(
+                "draft.sliding_window cannot be had with draft.attention = 'mla': vLLM serves no such draft"
+            )
+        if self.sliding_window is not None and self.sliding_window < self.ttt_steps:
+            raise ValueError(
+                f"draft.sliding_window = {self.sliding_window} is below draft.ttt_steps = {self.ttt_steps}: "
+                "the last step would not see its own chain"
+            )
         return self
 
 
@@ -187,6 +203,10 @@ class Train(Section):
     )
     recompute: bool = Field(False, description="compute the MLPs anew in the backward pass: less memory, more time")
     compile: bool = Field(False, description="compile the layers with torch.compile")
+    attention: Literal["auto", "dense", "flex"] = Field(
+        "auto",
+        description="auto: a flash kernel, merged with the draft's own chain; dense: written out; flex: FlexAttention, on a GPU",
+    )
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp", description="under torchrun: replicate the draft (ddp), or shard its weights and optimiser state (fsdp)"
     )

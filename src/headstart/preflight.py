@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headstart.config import Run
 from headstart.data.vocab import pick_size
+from headstart.drafts import attention
 from headstart.engines.weights import pick_device
 from headstart.errors import UserError
 from headstart.evaluation.prompts import check_names
@@ -17,10 +18,10 @@ def check(run: Run) -> None:
     """Compare the settings with the target's configuration and this machine; needs no weights.
 
     Raises:
-        UserError: a device that is not here, sequences longer than the target reads, aux layers or a draft vocabulary that it
-            does not have, a draft whose heads do not fit, or prompt sets that do not exist.
+        UserError: a device that is not here or has not the form of attention asked for, sequences longer than the target reads,
+            aux layers or a draft vocabulary that it does not have, a draft whose heads do not fit, prompt sets that do not exist.
     """
-    pick_device(run.target.device)
+    attention.backend(pick_device(run.target.device), name=run.train.attention)
     check_names(run.evaluate.prompts)
     target = inspect(resolve(run.target.model, run.target.revision, weights=False))
     _check_length(run, target)

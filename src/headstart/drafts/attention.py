@@ -3,29 +3,41 @@
 At step i row t sees block 0 (the true features of its document up to t) and, of blocks 1..i, only its own chain. Both parts merge
 by their log-sum-exp: L = logaddexp(L0, s_1..s_i), o = o0 * exp(L0 - L) + sum_j v_j * exp(s_j - L), s_j = q.k_j / sqrt(head_dim).
 The gradient of block 0 is the flash kernel's own backward, called with the *merged* o and L (as ring attention does); the diagonal
-terms are elementwise: P_j = exp(s_j - L), dS_j = P_j * (do.v_j - do.o). No mask is ever built.
+terms are elementwise: P_j = exp(s_j - L), dS_j = P_j * (do.v_j - do.o). No mask is ever built, but for a sliding window on the
+CPU: there, over pieces as long as the window.
 
 `dense` is the same thing written out with softmax over one row of scores: the reference for tests, and the form for what no flash
 kernel takes (float32 on a GPU). `flash_cuda` calls FlashAttention's kernels for sequences of mixed lengths, one call for all runs.
+`flex` is one call of PyTorch's FlexAttention over block 0 and the diagonals side by side, for GPUs.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from headstart.drafts.rows import Run
+from headstart.errors import UserError
 
 # (queries [R,H,D], keys0 [C,Hk,D], values0 [C,Hk,D], diagonal keys [i,R,Hk,D], diagonal values [i,R,Hk,D], runs) -> [R,H,D]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Run]], Tensor]
 
 
-def backend(device: torch.device, dtype: torch.dtype = torch.float32) -> Attend:
-    """The fastest exact form for a device and a type of queries."""
+def backend(device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto") -> Attend:
+    """The form of that name (`train.attention`); auto: the fastest exact one for a device and a type of queries.
+
+    Raises:
+        UserError: flex, and the device is a CPU.
+    """
+    if name == "flex" and device.type == "cpu":
+        raise UserError("train.attention = 'flex': FlexAttention has no backward pass on a CPU", do="leave it out")
+    if name != "auto":
+        return {"dense": dense, "flex": flex}[name]
     if device.type == "cpu":
         return flash_cpu
     return flash_cuda if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) else dense
@@ -41,13 +53,19 @@ def dense(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Seque
         count = run.high - run.low
         rows, keys = slice(run.at, run.at + count), slice(run.start, run.high)
         scores = torch.einsum("rhd,chd->rhc", q[rows], k0[keys]) * scale
-        allowed = torch.ones(count, run.high - run.start, dtype=torch.bool, device=q.device).tril(run.low - run.start)
-        scores = scores.masked_fill(~allowed[:, None, :], float("-inf"))
+        scores = scores.masked_fill(~_seen(run, q.device)[:, None, :], float("-inf"))
         own = torch.einsum("rhd,irhd->rhi", q[rows], dk[:, rows]) * scale
         weights = torch.cat((scores, own), dim=-1).softmax(dim=-1, dtype=_wide(q.dtype)).to(q.dtype)
         past, chain = weights.split((scores.shape[-1], own.shape[-1]), dim=-1)
         parts.append(torch.einsum("rhc,chd->rhd", past, v0[keys]) + torch.einsum("rhi,irhd->rhd", chain, dv[:, rows]))
     return torch.cat(parts) if parts else torch.zeros_like(q)
+
+
+def _seen(run: Run, device: torch.device) -> Tensor:
+    """Which of the run's keys each of its rows sees, bool [rows, keys]."""
+    before = run.low - run.start
+    seen = torch.ones(run.high - run.low, run.high - run.start, dtype=torch.bool, device=device).tril(before)
+    return seen if run.reach is None else seen.triu(before - run.reach + 1)
 
 
 def flash_cpu(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
@@ -82,6 +100,10 @@ def _forward_run(queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse
     rows, own, before = _spans_of(run)
     mine = queries[:, :, rows]
     groups = queries.shape[1] // keys.shape[1]
+    if run.reach is not None:
+        all_keys = (_spread(x[:, :, run.start : run.high], groups) for x in (keys, values))
+        out[:, :, rows], lse[:, :, rows] = _flash(mine, *all_keys, mask=_added(run, mine))
+        return
     o, l = _flash(mine, *(_spread(x[:, :, own], groups) for x in (keys, values)), causal=True)
     if run.low > run.start:
         found = _flash(_stack(mine, groups), keys[:, :, before], values[:, :, before], causal=False)
@@ -95,6 +117,14 @@ def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, .
     rows, own, before = _spans_of(run)
     groups = queries.shape[1] // keys.shape[1]
     mine = tuple(x[:, :, rows] for x in (grad, queries, out, lse))
+    if run.reach is not None:
+        span = slice(run.start, run.high)
+        pair = tuple(_spread(x[:, :, span], groups) for x in (keys, values))
+        q, k, v = _flash_backward(mine, pair, mask=_added(run, queries))
+        gq[:, :, rows] += q
+        gk[:, :, span] += _fold(k, groups)
+        gv[:, :, span] += _fold(v, groups)
+        return
     pair = tuple(_spread(x[:, :, own], groups) for x in (keys, values))
     q, k, v = _flash_backward(mine, pair, causal=True)
     gq[:, :, rows] += q
@@ -111,6 +141,12 @@ def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, .
 def _spans_of(run: Run) -> tuple[slice, slice, slice]:
     """Of a run: its queries, its own context rows (seen causally), and its document's rows before them (seen whole)."""
     return slice(run.at, run.at + run.high - run.low), slice(run.low, run.high), slice(run.start, run.low)
+
+
+def _added(run: Run, like: Tensor) -> Tensor:
+    """`_seen`, as what is added to scores."""
+    seen = _seen(run, like.device)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))
 
 
 def _stack(x: Tensor, groups: int) -> Tensor:
@@ -130,14 +166,15 @@ def flash_cuda(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: 
 
 class _MergedVarlen(torch.autograd.Function):
     """Each run is one sequence of the kernel: its rows ask, its document up to its end answers. The kernel's causal mask stands at
-    the bottom right, which is just what a run that begins inside its document needs."""
+    the bottom right, which is just what a run that begins inside its document needs. Runs with a reach all have the same one, and
+    the others are no longer than it."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: tuple[Run, ...]) -> Tensor:
         spans = _Spans.of(runs, q.device)
         keys, values = k0[spans.keys], v0[spans.keys]
         o, l, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-            q, keys, values, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, False
+            q, keys, values, spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, False, **spans.window
         )
         out, lse = _merge_diagonals(_by_head(q), dk, dv, _by_head(o), l[None])
         ctx.save_for_backward(q, k0, v0, dk, dv, out, lse, seed, offset)
@@ -151,7 +188,7 @@ class _MergedVarlen(torch.autograd.Function):
         keys, values = k0[spans.keys], v0[spans.keys]
         found = torch.ops.aten._flash_attention_backward(
             grads[0].contiguous(), q, keys, values, _by_row(out).contiguous(), lse[0].contiguous(),
-            spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, seed, offset,
+            spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 0.0, True, seed, offset, **spans.window,
         )  # fmt: skip
         gq = _by_head(found[0]).clone()
         gk, gv = (torch.zeros_like(x).index_add_(0, spans.keys, g) for x, g in ((k0, found[1]), (v0, found[2])))
@@ -160,13 +197,15 @@ class _MergedVarlen(torch.autograd.Function):
 
 
 class _Spans(NamedTuple):
-    """Runs as the kernel wants them. keys: [K] context rows, run after run; cu_q, cu_k: int32 [runs + 1] where each begins."""
+    """Runs as the kernel wants them. keys: [K] context rows, run after run; cu_q, cu_k: int32 [runs + 1] where each begins.
+    window: the kernel's arguments for a reach."""
 
     keys: Tensor
     cu_q: Tensor
     cu_k: Tensor
     max_q: int
     max_k: int
+    window: dict[str, int]
 
     @classmethod
     def of(cls, runs: Sequence[Run], device: torch.device) -> _Spans:
@@ -175,20 +214,60 @@ class _Spans(NamedTuple):
         cu_q, cu_k = (
             torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=device) for n in (asked, seen)
         )
-        return cls(keys, cu_q, cu_k, max(asked), max(seen))
+        reach = max(run.reach or 0 for run in runs)
+        window = {"window_size_left": reach - 1, "window_size_right": 0} if reach else {}
+        return cls(keys, cu_q, cu_k, max(asked), max(seen), window)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+def flex(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
+    """FlexAttention: its mask says which block-0 rows a row sees, and of the diagonals its own. It has no backward pass on a CPU;
+    no GPU has run it yet, and its test of gradients runs where there is one."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415 (slow to import)
+
+    rows, context = len(q), len(k0)
+    mask = create_block_mask(_sees(runs, rows, context, q.device), None, None, rows, context + len(dk) * rows, q.device)
+    keys, values = (torch.cat((true, own.flatten(0, 1))) for true, own in ((k0, dk), (v0, dv)))
+    call = _compiled(flex_attention) if q.is_cuda else flex_attention
+    found = call(_by_head(q), _by_head(keys), _by_head(values), block_mask=mask, enable_gqa=True)
+    assert isinstance(found, Tensor)
+    return _by_row(found)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without compilation FlexAttention would write out every score."""
+    return torch.compile(function, dynamic=True)
+
+
+def _sees(runs: Sequence[Run], rows: int, context: int, device: torch.device) -> Callable[..., Tensor]:
+    """The mask function: rows of block 0 from `first` to `last`, then of every diagonal block the row itself."""
+    first, last = (torch.zeros(rows, dtype=torch.long, device=device) for _ in range(2))
+    for run in runs:
+        own = torch.arange(run.low, run.high, device=device)
+        at = slice(run.at, run.at + len(own))
+        last[at] = own
+        first[at] = run.start if run.reach is None else (own - run.reach + 1).clamp_min(run.start)
+
+    def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        true = (key >= first[row]) & (key <= last[row])
+        return torch.where(key < context, true, (key - context) % rows == row)
+
+    return sees
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
 
 
 def _flash_backward(
-    asked: tuple[Tensor, ...], seen: tuple[Tensor, ...], *, causal: bool
+    asked: tuple[Tensor, ...], seen: tuple[Tensor, ...], *, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values. asked: gradient of the result, queries, result, log-sum-exp; seen: keys, values."""
     grad, q, out, lse = asked
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad.contiguous(), q, *seen, out.contiguous(), lse.contiguous(), 0.0, causal
+        grad.contiguous(), q, *seen, out.contiguous(), lse.contiguous(), 0.0, causal, attn_mask=mask
     )
 
 

@@ -92,7 +92,7 @@ class Eagle3(nn.Module):
         for index, layer in enumerate(self._layers()):
             inputs, residual = layer.inputs(embeds, hidden)
             keys, values = cache.append(index, *layer.self_attn.keys_values(inputs, positions))
-            attended = _causal(layer.self_attn.queries(inputs, positions), keys, values)
+            attended = _causal(layer.self_attn.queries(inputs, positions), keys, values, self.shape.sliding_window)
             hidden = layer.finish(residual, attended)
         return hidden
 
@@ -100,10 +100,13 @@ class Eagle3(nn.Module):
         return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
 
 
-def _causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The last len(queries) positions attend to all up to themselves. [n, heads, head_dim] in and out."""
+def _causal(queries: Tensor, keys: Tensor, values: Tensor, window: int | None = None) -> Tensor:
+    """The last len(queries) positions attend to all up to themselves, or to the last `window` of those. [n, heads, head_dim] in
+    and out."""
     count, total = len(queries), len(keys)
     mask = torch.ones(count, total, dtype=torch.bool, device=queries.device).tril(total - count)
+    if window is not None:
+        mask = mask.triu(total - count - window + 1)
     groups = queries.shape[1] // keys.shape[1]
     heads = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (keys, values))
     return functional.scaled_dot_product_attention(queries.transpose(0, 1), *heads, attn_mask=mask).transpose(0, 1)

@@ -30,7 +30,7 @@ class DraftShape:
 
     `aux_layers` are boundary indices. `norm_before_residual`: the first layer's residual is the normed hidden (speculators)
     instead of the plain one (official code). `fc_norm`, `norm_output`: EAGLE-3.1. `latent`: attention is MLA; then head_dim is
-    nope + rope, and every query head has its own keys.
+    nope + rope, and every query head has its own keys. `sliding_window`: the keys that a query sees at most, its own among them.
     """
 
     hidden_size: int
@@ -50,6 +50,7 @@ class DraftShape:
     fc_norm: bool
     norm_output: bool
     latent: LatentShape | None = None
+    sliding_window: int | None = None
 
     @property
     def value_dim(self) -> int:

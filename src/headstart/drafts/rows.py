@@ -19,12 +19,21 @@ MaskKind = Literal["exact", "label"]
 
 
 class Run(NamedTuple):
-    """Neighbouring rows of one document: context rows [low, high), whose document starts at `start`; queries begin at `at`."""
+    """Neighbouring rows of one document: context rows [low, high), which see their document from `start` up to themselves; queries
+    begin at `at`. reach: the rows that each sees at most, its own among them; None where that takes nothing away."""
 
     start: int
     low: int
     high: int
     at: int
+    reach: int | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Queries times the keys that each sees."""
+        first, rows = self.low - self.start + 1, self.high - self.low
+        rising = rows if self.reach is None else min(max(self.reach - first, 0), rows)
+        return rising * first + rising * (rising - 1) // 2 + (rows - rising) * (self.reach or 0)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,19 @@ class RowPlan:
         )
         moved = {name: getattr(self, name).to(device) for name in ("context", "positions", "document", "teacher")}
         return replace(self, steps=steps, **moved)
+
+
+def within(runs: Sequence[Run], reach: int) -> tuple[Run, ...]:
+    """The same rows where each sees at most `reach`: runs are cut into pieces of so many rows, each with the context it needs."""
+    found = []
+    for run in runs:
+        if run.high - run.start <= reach:
+            found.append(run)
+            continue
+        for low in range(run.low, run.high, reach):
+            high, start = min(low + reach, run.high), max(run.start, low - reach + 1)
+            found.append(Run(start, low, high, run.at + low - run.low, reach if high - start > reach else None))
+    return tuple(found)
 
 
 _TENSORS = ("rows", "parent", "inputs", "labels", "live")

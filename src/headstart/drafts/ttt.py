@@ -17,7 +17,7 @@ from headstart.drafts import attention
 from headstart.drafts.attention import Attend
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DecoderLayer
-from headstart.drafts.rows import RowPlan, StepRows
+from headstart.drafts.rows import RowPlan, Run, within
 
 
 class _Chain:
@@ -39,19 +39,20 @@ class _Chain:
 
 
 def unroll(
-    draft: Eagle3, aux: Tensor, tokens: Tensor, plan: RowPlan, attend: Attend | None = None, *, remat: bool = False
+    draft: Eagle3, aux: Tensor, tokens: Tensor, plan: RowPlan, attend: Attend | str = "auto", *, remat: bool = False
 ) -> list[Tensor]:
     """Outputs of every TTT step, [R_i, d] each, for the rows of `plan`.
 
-    aux: aux states of the context rows [C, n_aux, d_target]. tokens: int64, the packed input ids. remat: compute the inside of
-    each MLP anew in the backward pass instead of keeping it.
+    aux: aux states of the context rows [C, n_aux, d_target]. tokens: int64, the packed input ids. attend: the form of attention, or
+    its name (`attention.backend`). remat: compute the inside of each MLP anew in the backward pass instead of keeping it.
     """
     narrow = (
         torch.get_autocast_dtype(aux.device.type)
         if torch.is_autocast_enabled(aux.device.type)
         else draft.fc.weight.dtype
     )
-    attend = attend or attention.backend(aux.device, narrow)
+    if isinstance(attend, str):
+        attend = attention.backend(aux.device, narrow, attend)
     finish = _finish_again if remat else _finish
     layers = [layer for layer in draft.layers if isinstance(layer, DecoderLayer)]
     hidden, chains = _first(draft, layers, aux, tokens, plan, attend, finish)
@@ -61,9 +62,9 @@ def unroll(
             chain.select(step.parent)
         hidden = draft.feed(hidden)[step.parent]
         embeds = draft.embed(tokens[step.inputs]).to(hidden.dtype)
-        positions = plan.positions[step.rows] + index
+        positions, runs = plan.positions[step.rows] + index, _seen(draft, step.runs, index)
         for layer, chain in zip(layers, chains, strict=True):
-            attended, residual = _follow(layer, chain, embeds, hidden, positions, step, attend)
+            attended, residual = _follow(layer, chain, embeds, hidden, positions, runs, attend)
             hidden = finish(layer, residual, attended)
         outputs.append(hidden)
     return outputs
@@ -90,7 +91,7 @@ def _first(
             rows = plan.steps[0].rows
             inputs, residual, positions, runs = inputs[rows], residual[rows], positions[rows], plan.steps[0].runs
         queries = layer.self_attn.queries(inputs, positions)
-        attended = attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), runs)
+        attended = attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), _seen(draft, runs, 0))
         hidden = finish(layer, residual, attended)
         chains.append(chain)
     return hidden, chains
@@ -102,14 +103,20 @@ def _follow(
     embeds: Tensor,
     hidden: Tensor,
     positions: Tensor,
-    step: StepRows,
+    runs: tuple[Run, ...],
     attend: Attend,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a later step: its result [R, heads, head_dim] and the residual it is added to."""
     inputs, residual = layer.inputs(embeds, hidden)
     chain.diagonal.append(layer.self_attn.keys_values(inputs, positions))
     queries = layer.self_attn.queries(inputs, positions)
-    return attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), step.runs), residual
+    return attend(queries, chain.keys, chain.values, *chain.stacked(len(queries)), runs), residual
+
+
+def _seen(draft: Eagle3, runs: tuple[Run, ...], index: int) -> tuple[Run, ...]:
+    """Of a sliding window, step `index` has that much behind it on its own chain, whose rows are all in it."""
+    window = draft.shape.sliding_window
+    return runs if window is None else within(runs, window - index)
 
 
 def _finish(layer: DecoderLayer, residual: Tensor, attended: Tensor) -> Tensor:

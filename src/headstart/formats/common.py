@@ -17,6 +17,7 @@ from headstart.errors import UserError
 
 CONFIG = "config.json"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+LAYER_TYPES, SLIDING = "layer_types", "sliding_attention"
 KV_RANK = "kv_lora_rank"  # tells a draft with MLA
 _LATENT = {
     "q_rank": "q_lora_rank",
@@ -92,7 +93,19 @@ def llama_config(shape: DraftShape, facts: ExportFacts, dtype: torch.dtype) -> C
         "use_cache": True,
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
+        **_window_config(shape),
         **{name: value for name, value in tokens.items() if value is not None},
+    }
+
+
+def _window_config(shape: DraftShape) -> Config:
+    """vLLM reads the width only where `layer_types` says so (its llama.py, 0.11 to 0.32), and so does speculators 0.9."""
+    if shape.sliding_window is None:
+        return {}
+    return {
+        "sliding_window": shape.sliding_window,
+        "use_sliding_window": True,
+        LAYER_TYPES: [SLIDING] * shape.num_layers,
     }
 
 
@@ -170,6 +183,7 @@ def shape_of(config: Mapping[str, Any], where: Path) -> DraftShape:
         fc_norm=bool(config.get("fc_norm")),
         norm_output=bool(config.get("norm_output")),
         latent=latent,
+        sliding_window=_number(config, "sliding_window", where) if SLIDING in (config.get(LAYER_TYPES) or ()) else None,
     )
 
 
@@ -217,7 +231,7 @@ def _refuse_unknown(config: Mapping[str, Any], where: Path) -> None:
         "mlp_bias": bool(config.get("mlp_bias")),
         "norm_before_fc": bool(eagle.get("norm_before_fc", config.get("norm_before_fc"))),
         "eagle_config.use_aux_hidden_state": eagle.get("use_aux_hidden_state", True) is not True,
-        "layer_types": any(kind != "full_attention" for kind in config.get("layer_types") or ()),
+        LAYER_TYPES: set(config.get(LAYER_TYPES) or ()) not in (set(), {"full_attention"}, {SLIDING}),
     }
     for name, present in strange.items():
         if present:

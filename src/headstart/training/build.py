@@ -51,6 +51,7 @@ def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], voc
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         latent=latent,
+        sliding_window=settings.sliding_window,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headstart.drafts.layers import DraftShape
-from headstart.drafts.rows import RowPlan, Run
+from headstart.drafts.rows import RowPlan, Run, within
 
 FORWARD_AND_BOTH_GRADIENTS = 3
 FORWARD_AND_ONE_GRADIENT = 2  # nothing behind it learns, or it does not learn itself
@@ -24,6 +24,8 @@ def step_flops(shape: DraftShape, plan: RowPlan, *, frozen_head: bool) -> float:
             keyed = context if index == 0 else rows
             asking = keyed if index == 0 and not last else rows
             runs = plan.whole if index == 0 and not last else step.runs
+            if shape.sliding_window is not None:
+                runs = within(runs, shape.sliding_window - index)
             total += FORWARD_AND_BOTH_GRADIENTS * _layer(shape, layer, keyed, asking)
             total += FORWARD_AND_BOTH_GRADIENTS * _attention(shape, runs, asking * index)
         total += _head(shape, rows, frozen=frozen_head)
@@ -53,7 +55,7 @@ def _layer(shape: DraftShape, layer: int, keyed: int, asking: int) -> float:
 
 def _attention(shape: DraftShape, runs: tuple[Run, ...], diagonal: int) -> float:
     """Scores and weighted values, forward, over the keys that each query sees."""
-    seen = sum((run.high - run.low) * (run.low - run.start + run.high - run.start + 1) / 2 for run in runs)
+    seen = sum(run.pairs for run in runs)
     return 2 * shape.num_heads * (shape.head_dim + shape.value_dim) * (seen + diagonal)
 
 

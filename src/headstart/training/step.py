@@ -103,9 +103,8 @@ class Objective(nn.Module):
         if batch is None or teacher is None:
             return sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), torch.zeros(())), None
         with self._precision(batch.aux.device.type):
-            outs = unroll(
-                self.draft, batch.aux, batch.tokens, batch.plan, remat=self.settings.recompute and self.training
-            )
+            again = self.settings.recompute and self.training
+            outs = unroll(self.draft, batch.aux, batch.tokens, batch.plan, self.settings.attention, remat=again)
             normed = self.draft.norm(torch.cat(outs))
         labels = torch.cat([step.labels for step in batch.plan.steps])
         weight = self.draft.lm_head.weight if torch.is_grad_enabled() else self.draft.lm_head.weight.detach()

@@ -15,10 +15,12 @@ import pytest
 
 from headstart import cli, config
 from headstart.doctor import machine, subject
+from headstart.drafts.layers import LatentShape
 from headstart.engines.vllm.releases import Release
 from headstart.estimate import counting, examine
 from headstart.events import Events, duration, size
 from headstart.target.layers import check_boundaries
+from headstart.training.build import shape_for
 
 ROOT = Path(__file__).parents[1]
 LINKS = ROOT / "recipes"
@@ -32,6 +34,7 @@ H200 = machine.Gpu("NVIDIA H200", 141 * GB, 140 * GB)
 # What doctor says of capture and serving: on vLLM 0.16.0, and on 0.32.0.
 RUNGS = {
     "kimi-k2.5": (("hooks", "refused"), ("native", "native")),
+    "kimi-k2.5-mla": (("hooks", "refused"), ("native", "native")),
     "qwen3-8b": (("hooks", "native"), ("native", "native")),
     "qwen3-30b-a3b": (("hooks", "native"), ("native", "native")),
     "qwen2.5-vl-7b": (("hooks", "native"), ("native", "native")),
@@ -104,14 +107,20 @@ def test_estimate_adds_up(name: str, prompts: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("name", BIG)
-def test_the_draft_is_a_dense_layer_of_the_targets_width(name: str) -> None:
-    """Also where the target has MLA, whose head dimensions a draft must not take."""
+def test_the_draft_fits_its_target(name: str) -> None:
+    """Where the target has MLA, a draft of plain heads must not take its head dimensions."""
     found = subject.open_subject(str(LINKS / f"{name}.toml"))
     run, anatomy = found.run, found.anatomy
     assert run is not None
     assert check_boundaries(run.capture.aux_layers, anatomy.required("num_layers")) == run.capture.aux_layers
     assert run.capture.aux_layers == check_boundaries(None, anatomy.required("num_layers"))
-    assert (run.draft.head_dim, run.vocab.size) == (128, 32000)
+    assert run.vocab.size == 32000
+    if run.draft.attention == "mla":
+        assert shape_for(run.draft, anatomy, run.capture.aux_layers, 32000).latent == LatentShape(
+            1536, 512, 128, 64, 128
+        )
+    else:
+        assert run.draft.head_dim == 128
     assert run.draft.ttt_steps >= run.evaluate.draft_tokens
     if not anatomy.mla:
         assert (run.draft.num_heads, run.draft.num_kv_heads) == (anatomy.num_heads, anatomy.num_kv_heads)

@@ -14,19 +14,12 @@ from headstart import files
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.errors import UserError
+from headstart.target.spellings import LATENT
 
 CONFIG = "config.json"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_TYPES, SLIDING = "layer_types", "sliding_attention"
-KV_RANK = "kv_lora_rank"  # tells a draft with MLA
-_LATENT = {
-    "q_rank": "q_lora_rank",
-    "kv_rank": KV_RANK,
-    "nope": "qk_nope_head_dim",
-    "rope": "qk_rope_head_dim",
-    "value": "v_head_dim",
-}
-LATENT_SIZES = tuple(_LATENT.values())
+KV_RANK = LATENT["kv_rank"]  # tells a draft with MLA
 _LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 Config = dict[str, Any]
@@ -116,7 +109,7 @@ def latent_config(shape: DraftShape, sizes: LatentShape, facts: ExportFacts, dty
     """
     plain = llama_config(shape, facts, dtype)
     del plain["head_dim"], plain["mlp_bias"]
-    ranks = {foreign: getattr(sizes, name) for name, foreign in _LATENT.items()}
+    ranks = {foreign: getattr(sizes, name) for name, foreign in LATENT.items()}
     rope = _plain_yarn(shape)
     return {
         **plain,
@@ -210,7 +203,7 @@ def nulls(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _latent(config: Mapping[str, Any], where: Path) -> LatentShape | None:
     if config.get(KV_RANK) is None:
         return None
-    sizes = {name: _number(config, foreign, where) for name, foreign in _LATENT.items()}
+    sizes = {name: _number(config, foreign, where) for name, foreign in LATENT.items()}
     if sizes["value"] > sizes["nope"] + sizes["rope"]:
         raise UserError(f"the draft in {where} has values wider than its keys, which headstart has no draft for")
     return LatentShape(**sizes)

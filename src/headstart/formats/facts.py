@@ -9,8 +9,7 @@ from headstart.config import Run, Target
 from headstart.formats import common
 from headstart.formats.common import ExportFacts
 from headstart.target.source import SHIPPED, resolve
-
-_TEXT = ("text_config", "llm_config", "language_config")
+from headstart.target.spellings import find_text
 
 
 def target_facts(run: Run) -> ExportFacts:
@@ -18,7 +17,7 @@ def target_facts(run: Run) -> ExportFacts:
     settings = run.target
     folder = resolve(settings.model, settings.revision, weights=False)
     config = files.read_json(folder / common.CONFIG)
-    text = next((config[name] for name in _TEXT if isinstance(config.get(name), dict)), config)
+    _, text = find_text(config, settings.model)
     ends = text.get("eos_token_id", config.get("eos_token_id"))
     return ExportFacts(
         target=_served_name(settings, folder),

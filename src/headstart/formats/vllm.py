@@ -21,6 +21,7 @@ from headstart.drafts.layers import DraftShape
 from headstart.formats import common, tensors
 from headstart.formats.common import LAYER_IDS, Config, ExportFacts
 from headstart.formats.tensors import OFFSETS
+from headstart.target.spellings import LATENT
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LATENT_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
@@ -64,7 +65,7 @@ _FALLBACKS = {
 }
 _LATENT_FALLBACKS = {
     **{name: value for name, value in _FALLBACKS.items() if name not in ("num_key_value_heads", "head_dim")},
-    **dict.fromkeys(common.LATENT_SIZES, "DeepSeek-V2's"),
+    **dict.fromkeys(LATENT.values(), "DeepSeek-V2's"),
 }
 
 

@@ -16,6 +16,7 @@ from headstart.target import families, quantization
 from headstart.target.beside import ALONE, CONFIG, GENERATION, Beside, read_object
 from headstart.target.kinds import is_hybrid, layer_kinds
 from headstart.target.spellings import (
+    LATENT,
     NUMBER,
     SPELLINGS,
     WHOLE,
@@ -193,8 +194,8 @@ def _mla(view: View) -> tuple[bool, str]:
 def _latent_sizes(view: View) -> tuple[dict[str, int] | None, str]:
     if not _mla(view)[0]:
         return None, "no MLA"
-    sizes = {name: view.look((key,), WHOLE)[0] for name, key in _LATENT.items()}
-    if missing := [_LATENT[name] for name, value in sizes.items() if value is None]:
+    sizes = {name: view.look((key,), WHOLE)[0] for name, key in LATENT.items()}
+    if missing := [LATENT[name] for name, value in sizes.items() if value is None]:
         return None, f"unknown: no {view.prefix}{missing[0]}"
     return sizes, f"{view.prefix}kv_lora_rank and the keys beside it"
 
@@ -243,13 +244,6 @@ _SIZES = {
         ("num_layers", "hidden_size", "vocab_size", "num_heads", "intermediate_size", "max_positions"), WHOLE
     ),
     "rms_norm_eps": NUMBER,
-}
-_LATENT = {
-    "q_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "nope": "qk_nope_head_dim",
-    "rope": "qk_rope_head_dim",
-    "value": "v_head_dim",
 }
 _FACTS: dict[str, Callable[[View], tuple[Any, str]]] = {
     "architecture": _architecture,

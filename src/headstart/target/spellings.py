@@ -28,6 +28,14 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "rope_theta": ("rope_theta", "rotary_emb_base", "rope_base", "rotary_base"),
 }
 
+LATENT = {  # MLA, by the names of `drafts.layers.LatentShape`
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope": "qk_nope_head_dim",
+    "rope": "qk_rope_head_dim",
+    "value": "v_head_dim",
+}
+
 _TEXT_NAMES = ("text", "llm", "language", "thinker", "decoder")
 _TOWER_NAMES = ("vision", "visual", "image", "audio", "speech", "talker", "code2wav", "vit", "token2wav")
 _NEEDED = ("num_layers", "hidden_size", "vocab_size")

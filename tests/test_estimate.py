@@ -182,6 +182,9 @@ def test_a_step_reads_the_experts_that_it_meets() -> None:
     ("gpus=8,memory=much,prefill=1", "is no figure"),
     ("gpus=8,memory=1.2.3,prefill=1", "is no number"),
     ("gpus=8,memory=0,prefill=1", "above 0"),
+    ("gpus=8,memory=1e400GB,prefill=1", "finite"),
+    ("gpus=2.5,memory=1GB,prefill=1", "a whole one"),
+    ("0xH200", "one GPU at least"),
     ("gpus=8,memory=1,prefill=1,colour=3", "colour is no figure"),
 ])  # fmt: skip
 def test_hardware_that_cannot_be_read(text: str, said: str) -> None:

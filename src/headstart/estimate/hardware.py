@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 
@@ -111,6 +112,8 @@ def _gpu(part: str) -> dict[str, float]:
     found = _NAMED.fullmatch(part)
     if found is None or found[2].lower() not in GPUS:
         raise UserError(f"--hardware: {part!r} is no figure and no GPU that is known", looked_for=", ".join(GPUS))
+    if found[1] and not int(found[1]):
+        raise UserError(f"--hardware: {part!r} is no machine", looked_for=f"one GPU at least, as in {EXAMPLE}")
     memory, bandwidth, flops = GPUS[found[2].lower()]
     return {"gpus": float(found[1] or 1), "memory": memory, "bandwidth": bandwidth, "flops": flops}
 
@@ -124,6 +127,9 @@ def _pair(part: str) -> dict[str, float]:
         number = float(found[1])
     except ValueError:
         raise UserError(f"--hardware: {text.strip()!r} is no number", looked_for=EXAMPLE) from None
-    if number <= 0 and name.strip() != "gpus":
+    value = number * _UNITS[found[2].lower()]
+    if not math.isfinite(value) or (name.strip() == "gpus" and value % 1):
+        raise UserError(f"--hardware: {part!r} cannot be", looked_for="a finite number, and of GPUs a whole one")
+    if value <= 0 and name.strip() != "gpus":
         raise UserError(f"--hardware: {name.strip()} must be above 0")
-    return {name.strip(): number * _UNITS[found[2].lower()]}
+    return {name.strip(): value}

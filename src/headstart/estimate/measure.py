@@ -26,6 +26,7 @@ from headstart.errors import UserError
 from headstart.estimate.draft import training_cost
 from headstart.estimate.hardware import Hardware
 from headstart.estimate.work import Work
+from headstart.products import use_fast_products
 from headstart.target.head import TargetHead
 from headstart.training.batches import assemble
 from headstart.training.build import new_draft
@@ -192,6 +193,7 @@ def _draft_step(head: TargetHead, shape: DraftShape) -> float:
 def _train(head: TargetHead, task: Task, states: store.StateStore) -> float:
     """FLOP/s of training steps, as `training_cost` counts them."""
     run, draft, device = task.run, _new(head, task.shape), str(head.lm_head.device)
+    use_fast_products(head.lm_head.device)  # as the train stage does: an engine in another process chose for its own
     frozen = {"lm_head.weight"} if run.train.freeze_lm_head else set()
     for name, parameter in draft.named_parameters():
         parameter.requires_grad_(name not in frozen)

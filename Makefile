@@ -10,7 +10,7 @@ SIZE   ?= small
 .PHONY: demo test test-fast test-vllm016 check bench docs format clean
 export TOKENIZERS_PARALLELISM = false
 
-demo: $(READY)            ## train a real draft for a real small model, end to end (about 15 minutes on 2 cores)
+demo: $(READY)            ## train a real draft for a real small model, end to end (8 to 15 minutes on 2 cores)
 	$(BIN)/headstart demo --size $(SIZE)
 
 test: $(READY)            ## all tests

@@ -33,6 +33,7 @@ check: $(READY)           ## lint, format, types, layers, generated docs
 
 bench: $(READY)           ## training and capture against the peers and this machine's limit (quiet machine, 20 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/states.py
 
 docs: $(READY)            ## regenerate the docs that come from code
 	$(BIN)/python tools/make_docs.py

@@ -186,7 +186,8 @@ def _divergence(
     p = None if plain and not wants_alpha else kept.p * kept.mass[:, None]
     alpha = torch.full_like(kl, torch.nan) if p is None else torch.minimum(p, q).sum(-1)
     if plain:
-        return kl * mixture["kl"], alpha, choice, q.sub_(kept.p).mul_(mixture["kl"])
+        share, slope = mixture["kl"], q.sub_(kept.p)
+        return kl * share, alpha, choice, slope if share == 1 else slope.mul_(share)
     assert p is not None
     drafted = _Drafted(q, kl, alpha)
     loss, slope = torch.zeros_like(kl), torch.zeros_like(q)

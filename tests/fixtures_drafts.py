@@ -55,7 +55,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "two layers": {"num_layers": 2},
     "eagle 3.1": {"fc_norm": True, "norm_output": True},
     "norm before residual": {"norm_before_residual": True},
-    "sliding window": {"sliding_window": 100},
+    "sliding window": {"sliding_window": 8},
 }
 
 _LATENT = {"num_kv_heads": 4, "head_dim": 20}

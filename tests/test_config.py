@@ -198,7 +198,7 @@ def test_a_loss_of_nothing_is_refused_in_its_own_words(value: str, told: str) ->
 
 def test_lengths_that_leave_no_room_are_refused() -> None:
     assert "data.max_prompt_tokens must be below data.max_length" in refused("data.max_prompt_tokens=2048").what
-    assert "the last step would not see its own chain" in refused("draft.sliding_window=4").what
+    assert "the last step would not see the token" in refused("draft.sliding_window=4").what
     built("data.max_prompt_tokens=2047")
 
 

@@ -12,6 +12,7 @@ from headstart.data.footprint import IDS, LABEL
 from headstart.doctor.sizes import states_bytes
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DraftShape
+from headstart.drafts.rows import Run, within
 from headstart.errors import UserError
 from headstart.estimate import advice, draft, estimate, hardware, work
 from headstart.estimate.target import TargetCost
@@ -81,6 +82,28 @@ def test_parameters_of_a_draft_with_mla() -> None:
     lite = anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v2", "q_lora_rank": None})
     with pytest.raises(UserError, match="no q_lora_rank"):
         _shape(lite, 32000, attention="mla")
+
+
+def test_a_sliding_window_costs_what_is_seen_through_it() -> None:
+    shape = _shape(anatomy_of(LLAMA), 32000, sliding_window=512)
+    whole, seen = (draft.training_cost(one, 3, 4096).live for one in (replace(shape, sliding_window=None), shape))
+    (run,) = within([Run(0, 0, 4096, 0)], 512, piece=4096)
+    fewer = (Run(0, 0, 4096, 0).pairs - run.pairs) / 4096
+    assert whole - seen == pytest.approx(3 * 3 * 4 * 32 * 128 * fewer, rel=1e-3)
+
+
+def test_a_sliding_window_needs_keys_as_wide_as_the_targets() -> None:
+    with pytest.raises(UserError, match="keys are 512 wide, the target's 1024"):
+        _shape(anatomy_of(LLAMA), 32000, sliding_window=512, num_kv_heads=4)
+    latent = {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    with pytest.raises(UserError, match=r"latent \(MLA\)"):
+        _shape(anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v3"}), 32000, sliding_window=512)
 
 
 def test_rows_without_a_label_and_a_frozen_head_cost_less() -> None:

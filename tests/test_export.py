@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from headstart.errors import GateError
 from headstart.events import Events
 from headstart.formats import tensors, vllm
 from headstart.formats.common import ExportFacts
+from headstart.formats.facts import target_facts
 from headstart.stages import export
 from headstart.target.head import TargetHead
 
@@ -125,3 +127,19 @@ def test_a_target_without_the_interface_is_served_with_the_plugin(architecture: 
     facts = ExportFacts("target", (architecture,), kind, 1, (2,), 3, True)
     line = export.serve_command(Path("/run"), ["vllm"], facts)
     assert line.startswith(f"HEADSTART_SHIM={architecture} vllm serve" if shim else "vllm serve")
+
+
+def test_the_text_model_of_any_wrapper_is_found(tmp_path: Path) -> None:
+    """Wherever a wrapper keeps it, as `inspect` finds it."""
+    text = {"model_type": "qwen2", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512, "eos_token_id": [5, 7]}
+    whole = {
+        "model_type": "wrapper",
+        "architectures": ["Wrapper"],
+        "thinker_config": {"text_config": text},
+        "bos_token_id": 3,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    run = settings.build({"target": {"model": str(tmp_path)}, "data": {"sources": ["unused.jsonl"]}})
+    facts = target_facts(run)
+    assert (facts.architectures, facts.target_type) == (("Wrapper",), "qwen2")
+    assert (facts.bos_id, facts.eos_ids) == (3, (5, 7))

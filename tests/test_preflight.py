@@ -68,7 +68,9 @@ def test_settings_that_mla_does_not_take(tmp_path: Path, target: Path, override:
 def test_flex_attention_is_refused_on_a_cpu(tmp_path: Path, target: Path) -> None:
     with pytest.raises(UserError, match="no backward pass on a CPU"):
         pipeline.execute_all(
-            run_for(tmp_path, target, "train.attention=flex", "target.device=cpu"), tmp_path / "run", Events(quiet=True)
+            run_for(tmp_path, target, "train.attention_backend=flex", "target.device=cpu"),
+            tmp_path / "run",
+            Events(quiet=True),
         )
 
 

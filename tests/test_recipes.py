@@ -127,6 +127,14 @@ def test_the_draft_fits_its_target(name: str) -> None:
     assert run.draft.intermediate_size == anatomy.intermediate_size
 
 
+def test_the_recipe_with_mla_is_the_other_but_for_its_draft() -> None:
+    plain, latent = (config.load(FOLDER / f"{name}.toml") for name in ("kimi-k2.5", "kimi-k2.5-mla"))
+    kept = {"directory", "draft", "export"}
+    assert latent.model_dump(exclude=kept) == plain.model_dump(exclude=kept)
+    same = set(type(plain.draft).model_fields) - {"attention", "num_heads", "num_kv_heads", "head_dim"}
+    assert latent.draft.model_dump(include=same) == plain.draft.model_dump(include=same)
+
+
 def test_only_a_few_experts_count_for_a_token(prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Published: 32 of 1,000 B in Kimi-K2.5, 3.3 of 30.5 B in Qwen3-30B-A3B; all of Qwen3-8B's 8.2 B."""
     sizes = {"kimi-k2.5": (1026, 32.6), "qwen3-30b-a3b": (30.5, 3.3), "qwen3-8b": (8.2, 8.2)}

@@ -137,6 +137,19 @@ def test_one_step(*, tmp_path: Path, theirs: Any, target: Path, mask: str, recip
     compare_gradients(draft, want.gradients)
 
 
+def test_the_first_step_of_a_draft_with_a_sliding_window(tmp_path: Path, theirs: Any, target: Path) -> None:
+    """They read the window from our export. Their mask of later steps does not move with the step, as serving does and ours."""
+    draft, head = exported(tmp_path, target, sliding_window=6), read_head(target)
+    document = random_document(theirs, draft, MASKS["answer"])
+    want = theirs.train_step(theirs.load(tmp_path), document, 1, 1.0)
+    got = train_step(draft, head, document, Recipe(1, 1.0), "label")
+    torch.testing.assert_close(
+        got.logits[0], want.logits[0][got.plan.context[got.plan.steps[0].rows]], rtol=1e-4, atol=2e-5
+    )
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-5, atol=0)
+    compare_gradients(draft, want.gradients)
+
+
 def compare_gradients(draft: Eagle3, want: dict[str, Tensor]) -> None:
     got = {tensors.foreign_name(name, "layers.0"): parameter.grad for name, parameter in draft.named_parameters()}
     assert set(got) == set(want)
@@ -171,7 +184,7 @@ def test_packed_documents_of_ours_equal_single_ones_of_theirs(tmp_path: Path, th
             torch.testing.assert_close(draft.logits(outs[index]), want, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+@pytest.mark.parametrize("flags", [*FLAGS.values(), {"sliding_window": 6}], ids=[*FLAGS, "sliding window"])
 @pytest.mark.parametrize("save", [save_llama, save_tied])
 def test_our_export_is_a_checkpoint_of_theirs(tmp_path: Path, theirs: Any, save: Any, flags: dict) -> None:
     """Offline, as any of theirs is loaded: every tensor in its place, nothing left to chance."""

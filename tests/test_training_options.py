@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from headstart.data.store import StateStore
 from headstart.drafts.attention import dense
 from headstart.drafts.checkpoint import load_tensors
 from headstart.drafts.layers import LatentShape
-from headstart.drafts.rows import plan_rows
+from headstart.drafts.rows import plan_rows, within
 from headstart.drafts.ttt import unroll
 from headstart.errors import Stopped
 from headstart.training.batches import assemble
@@ -153,7 +154,12 @@ def test_float8_shards_train_like_float32_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_kv_heads": 4, "latent": LatentShape(q_rank=20, kv_rank=24, nope=10, rope=6, value=12)}]
+    "changes",
+    [
+        {},
+        {"num_kv_heads": 4, "latent": LatentShape(q_rank=20, kv_rank=24, nope=10, rope=6, value=12)},
+        {"sliding_window": 5},
+    ],
 )
 def test_counted_flops_are_those_that_torch_counts(states: StateStore, changes: dict) -> None:
     """Against torch's own counter, on one document, where the dense reference attends to a full square: its surplus is known."""
@@ -163,25 +169,22 @@ def test_counted_flops_are_those_that_torch_counts(states: StateStore, changes: 
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         unroll(draft, batch.aux, batch.tokens, batch.plan, dense)
     shape, plan = draft.shape, batch.plan
-    forward = 0.0
+    window = shape.sliding_window or 10**6
+    forward = seen = 0.0
     for index, step in enumerate(plan.steps):
         for layer in range(2):
-            runs = plan.whole if index == 0 and layer == 0 else step.runs
-            forward += sum(4 * 4 * 16 * (run.high - run.low) * (run.high - run.start + index) for run in runs)
+            whole = index == 0 and layer == 0
+            runs, rows = (plan.whole, len(plan.context)) if whole else (step.runs, len(step.rows))
+            cut = within(runs, window - index)
+            forward += sum(4 * 4 * 16 * (run.high - run.low) * (run.high - run.start + index) for run in cut)
             if index == 1:  # one value alone: torch multiplies elementwise, and does not count it
                 forward -= 2 * 4 * 16 * len(step.rows)
+            pairs = sum(min(row + 1 - run.start, window - index) for run in runs for row in range(run.low, run.high))
+            seen += 2 * 4 * (16 + shape.value_dim) * (pairs + rows * index)
     counted = sum(counter.get_flop_counts()["Global"].values())
     matrices = counted - forward
     ours = step_flops(shape, plan, frozen_head=False)
     heads = 3 * 2 * 64 * 512 * sum(len(step.rows) for step in plan.steps) + 2 * 64 * 512 * len(plan.teacher)
-    seen = 0.0
-    for index, step in enumerate(plan.steps):
-        for layer in range(2):
-            whole = index == 0 and layer == 0
-            runs = plan.whole if whole else step.runs
-            rows = len(plan.context) if whole else len(step.rows)
-            pairs = sum((r.high - r.low) * (r.low - r.start + r.high - r.start + 1) / 2 for r in runs)
-            seen += 2 * 4 * (16 + shape.value_dim) * (pairs + rows * index)
     fc = 2 * 3 * 64 * 64 * len(plan.context)
     assert ours - heads - 3 * seen == pytest.approx(3 * matrices - fc, rel=1e-6)
 
@@ -227,6 +230,7 @@ def test_sigterm_saves_and_the_next_run_ends_in_the_same_bits(states: StateStore
 CHILD = """
 import sys, json
 from pathlib import Path
+from typing import Any
 sys.path.insert(0, {tests!r})
 import torch
 from test_training import make_trainer
@@ -291,13 +295,18 @@ def test_a_training_continues_on_another_number_of_processes(states: StateStore,
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch, when it traces
-def test_compiled_layers_give_the_same_loss(states: StateStore) -> None:
+@pytest.mark.parametrize("loss", ["kl", {"lk": 0.9, "ce": 0.1}])
+def test_compiled_parts_give_the_same_loss_and_gradients(states: StateStore, loss: Any) -> None:
     """The compile option's own code path, with the backend that traces but generates nothing."""
     draft, head = make_draft(states), states.head()
     batch = assemble(states, states.of("train")[:3], head, 3, "exact", "cpu")
     teacher = teacher_for(batch, head, head.lm_head, draft.draft_to_target)
-    plain, _ = Objective(draft, Train())(batch, teacher, None)
-    objective = Objective(draft, Train())
-    objective.compile_layers(backend="aot_eager")
+    settings = Train(loss=loss)
+    plain, _ = Objective(draft, settings)(batch, teacher, None)
+    wanted = torch.autograd.grad(plain, draft.fc.weight)[0]
+    objective = Objective(draft, settings)
+    objective.compile_parts(backend="aot_eager")
     compiled, _ = objective(batch, teacher, None)
+    found = torch.autograd.grad(compiled, draft.fc.weight)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(compiled, plain, rtol=1e-6, atol=1e-6)

@@ -165,7 +165,7 @@ def test_backends_agree_with_latent_attention(changes: dict) -> None:
 @pytest.mark.parametrize("window", [8, 63, 64, 200])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_backends_agree_with_a_sliding_window(window: int, layers: int) -> None:
-    both_backends([1, 2, 63, 64, 65, 300], 8, layers, sliding_window=window)
+    both_backends([1, 2, 63, 64, 65, 700], 8, layers, sliding_window=window)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -183,12 +183,20 @@ def test_flex_attention_sees_the_same(window: int | None) -> None:
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
 
 
-@given(st.integers(0, 9), st.integers(0, 30), st.integers(1, 40), st.integers(1, 45))
-def test_a_reach_is_its_definition(start: int, before: int, rows: int, reach: int) -> None:
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("form", [*BACKENDS.values(), attention.flash_cuda, attention.flex])
+def test_a_step_without_rows(form: attention.Attend) -> None:
+    """Every answer is shorter than T."""
+    none, context = torch.zeros(0, 4, 12), torch.zeros(7, 2, 12)
+    assert form(none, context, context, torch.zeros(2, 0, 2, 12), torch.zeros(2, 0, 2, 12), ()).shape == none.shape
+
+
+@given(st.integers(0, 9), st.integers(0, 30), st.integers(1, 40), st.integers(1, 45), st.integers(1, 20))
+def test_a_reach_is_its_definition(start: int, before: int, rows: int, reach: int, piece: int) -> None:
     """Pieces have every row once, and row t sees the rows above t - reach, from its document's start up to itself."""
     low = start + before
     whole, seen = Run(start, low, low + rows, 100), {}
-    for run in within([whole], reach):
+    for run in within([whole], reach, piece):
         for row, sees in enumerate(attention._seen(run, torch.device("cpu"))):
             assert run.at + row not in seen
             seen[run.at + row] = [run.start + int(key) for key in sees.nonzero()]

@@ -20,7 +20,7 @@ from headstart.estimate.examine import examine
 from headstart.events import Events
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = "recipes/kimi-k2.5.toml"
+RECIPE, LATENT_RECIPE = "recipes/kimi-k2.5.toml", "recipes/kimi-k2.5-mla.toml"
 WORDS = Path(__file__).with_name("kimi_page.md.in")
 VERSIONS = ("0.16.0", "0.18.0", "0.22.0", "0.25.0", "0.32.0")
 GPU = machine.Gpu("NVIDIA H200", 143_771 * machine.MIB, 143_200 * machine.MIB)
@@ -35,7 +35,7 @@ def page(note: str) -> str:
         asked = ["doctor", RECIPE, "--engine-version", "0.16.0", "-s", "directory=/data/kimi"]
         figures = ["--hardware", "8xH200,disk=4TB", "--answer-tokens", "500"]
         small = ["--hardware", "8xH200,disk=300GB", "--answer-tokens", "500"]
-        found = examine(RECIPE, (), figures[1], QUIET, 500)
+        found, latent = (examine(recipe, (), figures[1], QUIET, 500) for recipe in (RECIPE, LATENT_RECIPE))
         return WORDS.read_text(encoding="utf-8").format(
             note=note,
             doctor=_printed(asked),
@@ -43,6 +43,7 @@ def page(note: str) -> str:
             estimate=_printed(["estimate", "-q", RECIPE, *figures]),
             advice=_printed(["estimate", "-q", RECIPE, *small]).partition("it does not fit\n")[2],
             draft=f"{draft.parameters(found.shape).total / 1e9:.2f} B",
+            latent=f"{draft.parameters(latent.shape).total / 1e9:.2f} B",
             prefill_share=hardware.PREFILL_SHARE,
             train_share=hardware.TRAIN_SHARE,
             bandwidth_share=hardware.BANDWIDTH_SHARE,

@@ -118,10 +118,10 @@ class Draft(Section):
         5, description="training-time-test steps T: how deep the draft learns to build on itself"
     )
     num_layers: Positive = Field(1, description="decoder layers of the draft")
-    attention: Literal["heads", "mla"] = Field(
-        "heads",
-        description="mla: multi-head latent attention in the sizes of a target that has it (DeepSeek, Kimi); export.formats must "
-        'be ["vllm"], which loads it from 0.18',
+    attention: Literal["gqa", "mla"] = Field(
+        "gqa",
+        description="gqa: heads that share keys, as in Llama; mla: multi-head latent attention in the sizes of a target that has "
+        'it (DeepSeek, Kimi); export.formats must be ["vllm"], which loads it from 0.18, with fc_norm from 0.22',
     )
     num_heads: Positive | None = Field(None, description="attention heads of the draft")
     num_kv_heads: Positive | None = Field(None, description="key/value heads of the draft")
@@ -158,7 +158,7 @@ class Draft(Section):
         if self.sliding_window is not None and self.sliding_window < self.ttt_steps:
             raise ValueError(
                 f"draft.sliding_window = {self.sliding_window} is below draft.ttt_steps = {self.ttt_steps}: "
-                "the last step would not see its own chain"
+                "the last step would not see the token that its chain starts from"
             )
         return self
 
@@ -202,8 +202,8 @@ class Train(Section):
         None, description="tokens of one forward pass; a step gathers gradients over several, with the same result"
     )
     recompute: bool = Field(False, description="compute the MLPs anew in the backward pass: less memory, more time")
-    compile: bool = Field(False, description="compile the layers with torch.compile")
-    attention: Literal["auto", "dense", "flex"] = Field(
+    compile: bool = Field(False, description="compile layers and loss with torch.compile")
+    attention_backend: Literal["auto", "dense", "flex"] = Field(
         "auto",
         description="auto: a flash kernel, merged with the draft's own chain; dense: written out; flex: FlexAttention, on a GPU",
     )

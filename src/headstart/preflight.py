@@ -21,7 +21,7 @@ def check(run: Run) -> None:
         UserError: a device that is not here or has not the form of attention asked for, sequences longer than the target reads,
             aux layers or a draft vocabulary that it does not have, a draft whose heads do not fit, prompt sets that do not exist.
     """
-    attention.backend(pick_device(run.target.device), name=run.train.attention)
+    attention.backend(pick_device(run.target.device), name=run.train.attention_backend)
     check_names(run.evaluate.prompts)
     target = inspect(resolve(run.target.model, run.target.revision, weights=False))
     _check_length(run, target)

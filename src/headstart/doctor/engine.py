@@ -152,7 +152,9 @@ def _known_faults(engine: Engine, subject: Subject) -> Iterator[Check]:
         return
     if engine.device == "cpu" and subject.anatomy.mla:
         what = "vLLM's CPU kernel rotates the 3-dimensional queries of MLA wrongly: states 5-25 % off, without an error"
-        do = 'set by headstart: VLLM_MLA_DISABLE=1 and "-rotary_embedding" in custom_ops; keep both when you serve it'
+        latent = subject.run is not None and subject.run.draft.attention == "mla"
+        kept = "keep the second when you serve it: its draft is always MLA" if latent else "keep both when you serve it"
+        do = f'set by headstart: VLLM_MLA_DISABLE=1 and "-rotary_embedding" in custom_ops; {kept}'
         yield Check("known fault", "warn", what, do)
     if subject.run and subject.run.target.tensor_parallel > 1 and subject.anatomy.architecture in _DEFERRED_SUMS:
         what = f"{subject.anatomy.architecture} adds up its ranks only in the next norm: states may be partial sums"

@@ -3,8 +3,8 @@
 At step i row t sees block 0 (the true features of its document up to t) and, of blocks 1..i, only its own chain. Both parts merge
 by their log-sum-exp: L = logaddexp(L0, s_1..s_i), o = o0 * exp(L0 - L) + sum_j v_j * exp(s_j - L), s_j = q.k_j / sqrt(head_dim).
 The gradient of block 0 is the flash kernel's own backward, called with the *merged* o and L (as ring attention does); the diagonal
-terms are elementwise: P_j = exp(s_j - L), dS_j = P_j * (do.v_j - do.o). No mask is ever built, but for a sliding window on the
-CPU: there, over pieces as long as the window.
+terms are elementwise: P_j = exp(s_j - L), dS_j = P_j * (do.v_j - do.o). No mask is built, but for a sliding window on the CPU, over
+pieces about as long as the window.
 
 `dense` is the same thing written out with softmax over one row of scores: the reference for tests, and the form for what no flash
 kernel takes (float32 on a GPU). `flash_cuda` calls FlashAttention's kernels for sequences of mixed lengths, one call for all runs.
@@ -29,13 +29,15 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Run]], Tenso
 
 
 def backend(device: torch.device, dtype: torch.dtype = torch.float32, name: str = "auto") -> Attend:
-    """The form of that name (`train.attention`); auto: the fastest exact one for a device and a type of queries.
+    """The form of that name (`train.attention_backend`); auto: the fastest exact one for a device and a type of queries.
 
     Raises:
         UserError: flex, and the device is a CPU.
     """
     if name == "flex" and device.type == "cpu":
-        raise UserError("train.attention = 'flex': FlexAttention has no backward pass on a CPU", do="leave it out")
+        raise UserError(
+            "train.attention_backend = 'flex': FlexAttention has no backward pass on a CPU", do="leave it out"
+        )
     if name != "auto":
         return {"dense": dense, "flex": flex}[name]
     if device.type == "cpu":
@@ -69,7 +71,7 @@ def _seen(run: Run, device: torch.device) -> Tensor:
 
 
 def flash_cpu(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Merged flash attention on the CPU; memory grows with rows, not with rows times keys."""
+    """Merged flash attention on the CPU; memory grows with rows (times the width of a sliding window), not with rows times keys."""
     return _MergedFlash.apply(q, k0, v0, dk, dv, tuple(runs))
 
 
@@ -161,6 +163,8 @@ def _unstack(x: Tensor, groups: int) -> Tensor:
 
 def flash_cuda(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
     """Merged flash attention on a GPU, for float16 and bfloat16. No GPU has run it yet; its test runs where there is one."""
+    if not runs:
+        return torch.zeros_like(q)
     return _MergedVarlen.apply(q, k0, v0, dk, dv, tuple(runs))
 
 
@@ -222,20 +226,35 @@ class _Spans(NamedTuple):
 def flex(q: Tensor, k0: Tensor, v0: Tensor, dk: Tensor, dv: Tensor, runs: Sequence[Run]) -> Tensor:
     """FlexAttention: its mask says which block-0 rows a row sees, and of the diagonals its own. It has no backward pass on a CPU;
     no GPU has run it yet, and its test of gradients runs where there is one."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415 (slow to import)
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 (slow to import)
 
-    rows, context = len(q), len(k0)
-    mask = create_block_mask(_sees(runs, rows, context, q.device), None, None, rows, context + len(dk) * rows, q.device)
+    if not runs:
+        return torch.zeros_like(q)
+    mask = _block_mask(tuple(runs), len(q), len(k0), len(dk), q.device)
     keys, values = (torch.cat((true, own.flatten(0, 1))) for true, own in ((k0, dk), (v0, dv)))
-    call = _compiled(flex_attention) if q.is_cuda else flex_attention
-    found = call(_by_head(q), _by_head(keys), _by_head(values), block_mask=mask, enable_gqa=True)
+    found = _on(q.device, flex_attention)(
+        _by_head(q), _by_head(keys), _by_head(values), block_mask=mask, enable_gqa=True
+    )
     assert isinstance(found, Tensor)
     return _by_row(found)
 
 
+@functools.lru_cache(maxsize=1)
+def _block_mask(runs: tuple[Run, ...], rows: int, context: int, steps: int, device: torch.device) -> Any:
+    """The same for all layers of a step."""
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 (slow to import)
+
+    sees = _sees(runs, rows, context, device)
+    return _on(device, create_block_mask)(sees, None, None, rows, context + steps * rows, device)
+
+
+def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled on a GPU: FlexAttention would write out every score, and its mask, without."""
+    return _compiled(function) if device.type == "cuda" else function
+
+
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without compilation FlexAttention would write out every score."""
     return torch.compile(function, dynamic=True)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class RowStats(NamedTuple):
     choice: Tensor
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """The target on the draft vocabulary, for some label rows: p renormalised [n, Vd], its mass [n], negative entropy [n], and the
     id of the token that follows [n] (-1: none)."""
 
@@ -74,8 +75,12 @@ class _Kept(NamedTuple):
     negentropy: Tensor
     token: Tensor
 
-    def rows(self, index: Tensor) -> _Kept:
-        return _Kept(*(values[index] for values in self))
+    def rows(self, index: Tensor) -> Kept:
+        return Kept(*(values[index] for values in self))
+
+
+_Found = tuple[Tensor, Tensor, Tensor, Tensor]
+Divergence = Callable[[Tensor, Kept, Mixture, bool], _Found]  # see `divergence`
 
 
 def fused_divergence(
@@ -87,22 +92,24 @@ def fused_divergence(
     kind: Loss | Mixture = "kl",
     *,
     alpha: bool = True,
+    of_rows: Divergence | None = None,
 ) -> tuple[Tensor, RowStats]:
     """Sum over rows of scale * loss, differentiable in `hidden` and `weight`.
 
     hidden: [M, d] after the draft's final norm; its type is that of the products. weight: [Vd, d] draft head. labels: int64 [M]
     into the teacher's rows. scale: float32 [M]; rows with 0 have no loss but have statistics. alpha: whether to measure it where
-    the loss does not need it.
+    the loss does not need it. of_rows: `divergence`, or that compiled.
     """
     mixture: Mixture = {kind: 1.0} if isinstance(kind, str) else kind
+    found = partial(of_rows or divergence, mixture=mixture, wants_alpha=alpha)
     with torch.autocast(hidden.device.type, enabled=False):
-        total, *stats = _Fused.apply(hidden, weight, labels, scale, teacher, mixture, alpha)
+        total, *stats = _Fused.apply(hidden, weight, labels, scale, teacher, found)
     return total, RowStats(*stats)
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, scale, teacher: Teacher, mixture: Mixture, wants_alpha: bool):
+    def forward(ctx, hidden, weight, labels, scale, teacher: Teacher, of_rows: Callable[[Tensor, Kept], _Found]):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
@@ -113,7 +120,7 @@ class _Fused(torch.autograd.Function):
         for span, rows in _by_label(labels, max(1, held // (4 * len(weight)))):
             kept = _kept(teacher, span).rows(labels[rows] - span.start)
             logits = _wide_product(hidden[rows], head.T)
-            loss[rows], alpha[rows], choice[rows], grad = _divergence(logits, kept, mixture, wants_alpha)
+            loss[rows], alpha[rows], choice[rows], grad = of_rows(logits, kept)
             # The scale of a row goes to the narrow side of each product: no pass over [rows, Vd] for it.
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad.to(head.dtype) @ head) * scale[rows, None].to(head.dtype)
@@ -130,7 +137,7 @@ class _Fused(torch.autograd.Function):
         wants_hidden, wants_weight, dtype = ctx.kept
         grad_hidden = saved.pop(0) * grads[0] if wants_hidden else None
         grad_weight = (saved.pop(0) * grads[0]).to(dtype) if wants_weight else None
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -155,14 +162,14 @@ def _by_label(labels: Tensor, rows_at_once: int) -> Iterator[tuple[slice, Tensor
         begin = end
 
 
-def _kept(teacher: Teacher, span: slice) -> _Kept:
+def _kept(teacher: Teacher, span: slice) -> Kept:
     log_p = teacher.log_probs(span)
     log_mass = log_p.logsumexp(-1)
     log_kept = log_p.sub_(log_mass[:, None])
     p = log_kept.exp()
     negentropy = torch.einsum("nv,nv->n", p, log_kept.clamp_min_(torch.finfo(p.dtype).min))
     nothing = torch.full(log_mass.shape, -1, device=p.device)
-    return _Kept(p, log_mass.exp(), negentropy, nothing if teacher.token is None else teacher.token[span])
+    return Kept(p, log_mass.exp(), negentropy, nothing if teacher.token is None else teacher.token[span])
 
 
 class _Drafted(NamedTuple):
@@ -173,9 +180,7 @@ class _Drafted(NamedTuple):
     alpha: Tensor
 
 
-def _divergence(
-    logits: Tensor, kept: _Kept, mixture: Mixture, wants_alpha: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def divergence(logits: Tensor, kept: Kept, mixture: Mixture, wants_alpha: bool) -> _Found:
     """Loss [n], alpha [n], choice [n] and d loss / d logits [n, Vd] of each row, in as few passes over [n, Vd] as it takes."""
     choice = logits.argmax(-1)
     top = logits.gather(1, choice[:, None])[:, 0]
@@ -199,26 +204,26 @@ def _divergence(
 
 
 # Each gives the loss [n] and its slope in the logits [n, Vd], for p not renormalised.
-def _kl(drafted: _Drafted, kept: _Kept, p: Tensor) -> tuple[Tensor, Tensor]:
+def _kl(drafted: _Drafted, kept: Kept, p: Tensor) -> tuple[Tensor, Tensor]:
     return drafted.kl, drafted.q - kept.p
 
 
-def _tv(drafted: _Drafted, kept: _Kept, p: Tensor) -> tuple[Tensor, Tensor]:
+def _tv(drafted: _Drafted, kept: Kept, p: Tensor) -> tuple[Tensor, Tensor]:
     return 1 - drafted.alpha, _tv_slope(p, drafted.q)
 
 
-def _lk(drafted: _Drafted, kept: _Kept, p: Tensor) -> tuple[Tensor, Tensor]:
+def _lk(drafted: _Drafted, kept: Kept, p: Tensor) -> tuple[Tensor, Tensor]:
     share = torch.exp(-3 * drafted.alpha)
     slope = share[:, None] * (drafted.q - kept.p) + (1 - share)[:, None] * _tv_slope(p, drafted.q)
     return share * drafted.kl + (1 - share) * (1 - drafted.alpha), slope
 
 
-def _lk_alpha(drafted: _Drafted, kept: _Kept, p: Tensor) -> tuple[Tensor, Tensor]:
+def _lk_alpha(drafted: _Drafted, kept: Kept, p: Tensor) -> tuple[Tensor, Tensor]:
     alpha = drafted.alpha.clamp_min(torch.finfo(drafted.alpha.dtype).tiny)
     return -alpha.log(), _tv_slope(p, drafted.q) / alpha[:, None]
 
 
-def _ce(drafted: _Drafted, kept: _Kept, p: Tensor) -> tuple[Tensor, Tensor]:
+def _ce(drafted: _Drafted, kept: Kept, p: Tensor) -> tuple[Tensor, Tensor]:
     known = (kept.token >= 0)[:, None]
     at = kept.token.clamp_min(0)[:, None]
     chosen = drafted.q.gather(1, at).clamp_min(torch.finfo(p.dtype).tiny)
@@ -226,7 +231,7 @@ def _ce(drafted: _Drafted, kept: _Kept, p: Tensor) -> tuple[Tensor, Tensor]:
     return -(chosen.log() * known)[:, 0], slope
 
 
-_LOSSES: dict[Loss, Callable[[_Drafted, _Kept, Tensor], tuple[Tensor, Tensor]]] = {
+_LOSSES: dict[Loss, Callable[[_Drafted, Kept, Tensor], tuple[Tensor, Tensor]]] = {
     "kl": _kl,
     "tv": _tv,
     "lk": _lk,

@@ -72,15 +72,16 @@ class RowPlan:
         return replace(self, steps=steps, **moved)
 
 
-def within(runs: Sequence[Run], reach: int) -> tuple[Run, ...]:
-    """The same rows where each sees at most `reach`: runs are cut into pieces of so many rows, each with the context it needs."""
-    found = []
+def within(runs: Sequence[Run], reach: int, piece: int = 256) -> tuple[Run, ...]:
+    """The same rows where each sees at most `reach`: runs are cut into pieces of so many rows, or of `piece` where that is more,
+    each with the context it needs."""
+    found, piece = [], max(reach, piece)
     for run in runs:
         if run.high - run.start <= reach:
             found.append(run)
             continue
-        for low in range(run.low, run.high, reach):
-            high, start = min(low + reach, run.high), max(run.start, low - reach + 1)
+        for low in range(run.low, run.high, piece):
+            high, start = min(low + piece, run.high), max(run.start, low - reach + 1)
             found.append(Run(start, low, high, run.at + low - run.low, reach if high - start > reach else None))
     return tuple(found)
 

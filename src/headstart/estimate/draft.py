@@ -68,12 +68,10 @@ def training_cost(shape: DraftShape, steps: int, length: float, *, freeze_head: 
     d, aux = shape.hidden_size, len(shape.aux_layers)
     fuse = 2 * aux * shape.target_hidden_size * d
     layers = 2 * sum(_layer(shape, first=index == 0) for index in range(shape.num_layers))
-    attention = (
-        shape.num_layers
-        * shape.num_heads
-        * (shape.head_dim + shape.value_dim)
-        * min(length, shape.sliding_window or length)
-    )
+    keys = length / 2  # those that a row sees, on average
+    if shape.sliding_window and shape.sliding_window < length:
+        keys = shape.sliding_window * (1 - shape.sliding_window / (2 * length))
+    attention = 2 * shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim) * keys
     head = 2 * d * shape.draft_vocab_size
     live = 3 * (fuse + steps * (layers + attention)) + (2 if freeze_head else 3) * steps * head
     dead = 3 * (fuse + 2 * shape.attention_weights(2 * d)[0])

@@ -127,13 +127,16 @@ def _unlimited(run: Run) -> Run:
 
 
 def _activations(subject: Subject) -> float:
-    """Of one forward pass: fused states, and per TTT step the residual stream, queries and the MLP, kept for backward."""
+    """Of one forward pass, kept for backward: fused states, and per TTT step the residual stream, queries, keys and values (of the
+    steps before as well, side by side) and the MLP."""
     shape, train = subject.shape, subject.run.train
     share = subject.work.answer_tokens / max(subject.work.tokens, 1)
+    steps, pair = subject.run.draft.ttt_steps, 2 * shape.num_kv_heads * shape.head_dim
     row = 8 * shape.hidden_size + 3 * shape.intermediate_size + 2 * shape.num_heads * shape.head_dim
+    row += pair * (1 + (steps - 1) / 2)
     tokens = min(train.batch_tokens, train.micro_tokens or train.batch_tokens)
-    live = tokens * share * subject.run.draft.ttt_steps * row * shape.num_layers
-    return FLOAT * (live + tokens * (len(shape.aux_layers) + 3) * shape.hidden_size)
+    live = tokens * share * steps * row * shape.num_layers
+    return FLOAT * (live + tokens * ((len(shape.aux_layers) + 3) * shape.hidden_size + pair * shape.num_layers))
 
 
 def _evaluate(subject: Subject, machine: Hardware) -> Stage:

@@ -57,9 +57,8 @@ class ServingCheck:
         off_devices(self.drafts)
         folder = self.scratch / "served-draft"
         vllm.write(folder, self.drafts[TRAINED], target_facts(self.run))
-        latent = self.drafts[TRAINED].shape.latent is not None
         plain = self._serve("plain", None)
-        drafted = self._serve("drafted", Drafting(folder, settings.draft_tokens, latent))
+        drafted = self._serve("drafted", Drafting(folder, settings.draft_tokens))
         found = serving.section(plain, drafted, reference, settings.draft_tokens, settings.seed)
         found["other_prompts"] = serving.other_prompts([prompt.ids for prompt in self.prompts], plain)
         apart, differs = serving.mismatches(plain, drafted), found["agreement"]["verdict"] == "differs"
@@ -90,6 +89,7 @@ class ServingCheck:
             chats=tuple(prompt.messages for prompt in self.prompts[:_CHATS] if prompt.messages),
             max_new_tokens=self.run.evaluate.max_new_tokens,
             end_ids=self.end_ids,
+            latent=self.drafts[TRAINED].shape.latent is not None,
         )
 
     def _examine(

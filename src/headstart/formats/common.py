@@ -204,6 +204,8 @@ def _latent(config: Mapping[str, Any], where: Path) -> LatentShape | None:
     if config.get(KV_RANK) is None:
         return None
     sizes = {name: _number(config, foreign, where) for name, foreign in LATENT.items()}
+    if SLIDING in (config.get(LAYER_TYPES) or ()):
+        raise UserError(f"the draft in {where} has MLA and a sliding window, which vLLM does not serve, nor headstart")
     if sizes["value"] > sizes["nope"] + sizes["rope"]:
         raise UserError(f"the draft in {where} has values wider than its keys, which headstart has no draft for")
     return LatentShape(**sizes)

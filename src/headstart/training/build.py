@@ -28,6 +28,8 @@ def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], voc
     width = target.required("hidden_size")
     latent = latent_of(target) if settings.attention == "mla" else None
     heads, kv_heads, head_dim = _latent_heads(settings, target, latent) if latent else _heads(settings, target, width)
+    if settings.sliding_window:
+        _check_pages(target, kv_heads * head_dim)
     if heads % kv_heads or head_dim % 2:
         raise UserError(
             f"draft.num_heads = {heads}, num_kv_heads = {kv_heads}, head_dim = {head_dim} do not fit",
@@ -52,6 +54,20 @@ def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], voc
         norm_output=settings.norm_output,
         latent=latent,
         sliding_window=settings.sliding_window,
+    )
+
+
+def _check_pages(target: Anatomy, width: int) -> None:
+    """A windowed draft is another kind of cache in vLLM. Before 0.25 such kinds must have pages of one size, which follows from the
+    width of the keys; beside MLA none fits (kv_cache_utils.py of 0.11 to 0.32)."""
+    own = None if target.mla else (target.num_kv_heads or 0) * (target.head_dim or 0)
+    if own in (0, width):
+        return
+    raise UserError(
+        f"draft.sliding_window is set, and the draft's keys are {width} wide, the target's "
+        + ("latent (MLA)" if own is None else str(own)),
+        looked_for="the same width (num_kv_heads x head_dim): vLLM keeps both in pages of one size",
+        do="leave draft.sliding_window out" if own is None else "leave draft.num_kv_heads and draft.head_dim out",
     )
 
 

@@ -120,7 +120,7 @@ class Trainer:
             parameter.requires_grad_(name not in frozen)
         self.objective = Objective(self.draft, self.settings)
         if self.settings.compile:
-            self.objective.compile_layers()
+            self.objective.compile_parts()
         self.module = self.world.wrap(self.objective, self.settings.parallel)
         self.parameters = {name: p for name, p in self.draft.named_parameters() if name not in frozen}
         self.optimizer = Optimizer(self.parameters, self.settings)

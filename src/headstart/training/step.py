@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headstart.config import Train
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DecoderLayer
-from headstart.drafts.losses import Mixture, Teacher, fused_divergence
+from headstart.drafts.losses import Divergence, Mixture, Teacher, divergence, fused_divergence
 from headstart.drafts.ttt import unroll
 from headstart.target.head import TargetHead
 from headstart.training.batches import Batch
@@ -89,6 +89,7 @@ class Objective(nn.Module):
         super().__init__()
         self.draft = draft
         self.settings = settings
+        self.divergence: Divergence = divergence
         self.mixture: Mixture = {settings.loss: 1.0} if isinstance(settings.loss, str) else settings.loss
 
     def forward(
@@ -104,17 +105,20 @@ class Objective(nn.Module):
             return sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), torch.zeros(())), None
         with self._precision(batch.aux.device.type):
             again = self.settings.recompute and self.training
-            outs = unroll(self.draft, batch.aux, batch.tokens, batch.plan, self.settings.attention, remat=again)
+            outs = unroll(self.draft, batch.aux, batch.tokens, batch.plan, self.settings.attention_backend, remat=again)
             normed = self.draft.norm(torch.cat(outs))
         labels = torch.cat([step.labels for step in batch.plan.steps])
         weight = self.draft.lm_head.weight if torch.is_grad_enabled() else self.draft.lm_head.weight.detach()
         weights = _row_weights(batch, scale, self.settings.step_decay)
-        total, stats = fused_divergence(normed, weight, labels, weights, teacher, self.mixture, alpha=alpha)
+        total, stats = fused_divergence(
+            normed, weight, labels, weights, teacher, self.mixture, alpha=alpha, of_rows=self.divergence
+        )
         accepted = self.draft.draft_to_target[stats.choice] == batch.top1[labels]
         return total, _statistics(batch, stats.loss, stats.alpha, accepted)
 
-    def compile_layers(self, backend: str = "inductor") -> None:
-        """The parts that are products and elementwise passes; attention has kernels of its own."""
+    def compile_parts(self, backend: str = "inductor") -> None:
+        """What is products and elementwise passes: the layers, and the divergence of rows. Attention has kernels of its own."""
+        self.divergence = torch.compile(divergence, dynamic=True, backend=backend)
         for layer in self.draft.layers:
             assert isinstance(layer, DecoderLayer)
             layer.finish = torch.compile(layer.finish, dynamic=True, backend=backend)

@@ -32,12 +32,14 @@ _PREFIX = "vllm:spec_decode_num_"
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be answered. chats: the messages of the first prompts. end_ids end an answer, and nothing else does."""
+    """What is to be answered. chats: the messages of the first prompts. end_ids end an answer, and nothing else does. latent: the
+    draft's attention is MLA, and the target is read the same way with it and without."""
 
     prompts: tuple[Prompt, ...]
     chats: tuple[tuple[Message, ...], ...]
     max_new_tokens: int
     end_ids: tuple[int, ...]
+    latent: bool = False
 
     @property
     def longest(self) -> int:
@@ -47,11 +49,10 @@ class Asked:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A draft to serve with: its folder, in vLLM's format, and K. latent: its attention is MLA."""
+    """A draft to serve with: its folder, in vLLM's format, and K."""
 
     folder: Path
     draft_tokens: int
-    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def plan_of(target: Target, way: Way, asked: Asked, drafting: Drafting | None) -
     found["enable_prefix_caching"] = False  # every prompt is read whole, with and without the draft
     found["skip_tokenizer_init"] = not asked.chats or drafting is not None
     environment = arguments.base_environment(target, use, way.anatomy, way.device)
-    if drafting and drafting.latent:
+    if asked.latent:
         environment = {name: value for name, value in environment.items() if name not in arguments.MLA_AS_HEADS}
     if way.rung.name == "transformers":
         found["hf_overrides"] = {"architectures": [arguments.BACKEND[way.anatomy.wrapper]]}

@@ -11,15 +11,18 @@ on the same training samples, with the same draft vocabulary, by its own model, 
     small-batch  the same with batches as long as the run's: on little data 8192 tokens make few steps
     adamw        AdamW in the place of Muon, else default
 
-Its schedule (linear, 1 % warm-up) falls to nothing over the steps that fit, which are counted anew after each one. SDPA stands for
-FlexAttention, which has no backward pass on a CPU, the eager loss for the fused one. It computes in bfloat16, its default, where
-that is faster here, else in float32, with PyTorch's own matrix products, or with ours under --same-products. Rows that it would
-teach from the state after an answer's last token are left out, since that state is not stored; no decoding asks for it.
+Its schedule (linear, 1 % warm-up) falls to nothing over the steps that fit, which are counted anew after each one. SDPA stands
+for FlexAttention, which has no backward pass on a CPU, the eager loss for the fused one: SDPA attends over the whole padded
+pack, which at 8192 tokens is half of a step's work, and a fifth to a quarter at 1024. So `small-batch` is the comparison to
+look at. It computes in bfloat16, its default, where that is faster here, else in float32, with PyTorch's own matrix products,
+or with ours under --same-products. Rows that it would teach from the state after an answer's last token are left out, since
+that state is not stored; no decoding asks for it.
 
-Both drafts are run by our code (the norm before fc, which speculators has by default, is added to it), which must give speculators'
-own logits before anything is timed. Both are the best of their training by acceptance on held-out states; speculators alone would
-keep its last. The held-out loss is ours for both: KL from the target's whole distribution, each TTT step's mean, averaged. Run it
-with the threads that the run had, on a machine as quiet: how fast our steps are now is measured and shown.
+Both drafts are run by our code (the norm before fc, which speculators has by default, is added to it), which must give
+speculators' own logits before anything is timed. Both are the best of their training by acceptance on held-out states;
+speculators alone would keep its last. Validations and checkpoints are in our time and not in theirs. The held-out loss is ours
+for both: KL from the target's whole distribution, each TTT step's mean, averaged. Run it with the threads that the run had:
+where our steps are slower or faster now than they were, speculators' time is stretched alike.
 """
 
 from __future__ import annotations
@@ -175,10 +178,10 @@ def draw(path: Path, trained: Sequence[Trained]) -> None:
 
 def compare(material: Material, options: argparse.Namespace) -> dict[str, Any]:
     ours = our_training(material)
-    seconds = options.minutes * 60 if options.minutes else ours.wall
     recorded = ours.tokens / ours.step_seconds
     with our_products():
         now = pace(material)
+    seconds = options.minutes * 60 if options.minutes else ours.wall * recorded / now
     say(f"our steps: {recorded:,.0f} tokens/s in the run, {now:,.0f} now with {torch.get_num_threads()} thread(s)")
     trained, drafts = [ours], {OURS: load_draft(material.draft.path, material.head)}
     for recipe in options.recipes:

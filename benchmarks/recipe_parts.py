@@ -18,7 +18,7 @@ from headstart.config import Run
 from headstart.data.store import Entry, StateStore
 from headstart.data.vocab import DraftVocab
 from headstart.drafts.eagle3 import Eagle3
-from headstart.products import for_rows, use_fast_products
+from headstart.products import own_products, use_fast_products
 from headstart.target.head import TargetHead
 from headstart.target.source import resolve
 from headstart.training.batches import Packer, epoch_order, learnable
@@ -100,7 +100,7 @@ def point(seconds: float, step: int, summary: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def our_products() -> Iterator[None]:
     """While this lasts, float32 products are computed as our stages do, whatever was asked for before."""
-    with for_rows(0):  # gives back what was asked for
+    with own_products():  # gives back what was asked for
         use_fast_products(torch.device("cpu"))
         yield
 

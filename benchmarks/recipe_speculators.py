@@ -19,6 +19,7 @@ from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.layers import DraftShape, RMSNorm
 from headstart.drafts.rows import plan_rows
 from headstart.drafts.ttt import unroll
+from headstart.errors import UserError
 from headstart.training.batches import ahead
 
 CHANGES: dict[str, Callable[[Run], dict[str, Any]]] = {
@@ -54,7 +55,10 @@ class Theirs:
         on_cpu = {"loss_implementation": "eager", "draft_attn_impl": "sdpa"}
         self.settings: dict[str, Any] = TrainConfig().flatten() | changes | on_cpu
         longest = max(entry.length for entry in material.store.entries)
-        assert longest < self.settings["sliding_window"], "our draft has no sliding window"
+        if longest >= self.settings["sliding_window"]:
+            raise UserError(
+                f"samples are up to {longest} tokens long", looked_for="less than speculators' sliding window"
+            )
         torch.manual_seed(self.settings["seed"])
         self.model = self._model()
         self.call, _ = oracle.Eagle3DraftModel.get_trainer_kwargs(**self.settings)

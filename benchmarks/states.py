@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""States on disk: bytes a token for each stored type, how fast they are read, and what of that a training step waits for.
+"""Stored states: bytes a token for each type, how fast they are read from the page cache, and what a training step waits for.
 
     OMP_NUM_THREADS=1 python benchmarks/states.py [--samples N] [--share S] [--rounds R]
 
@@ -83,10 +83,16 @@ def read_all(states: StateStore, head: TargetHead) -> float:
 def train(states: StateStore, head: TargetHead, folder: Path) -> tuple[float, float]:
     """Tokens a second of optimiser steps, and the share of their time that they waited for data; the first step is left out."""
     draft = new_draft(SHAPE, head, torch.arange(SHAPE.draft_vocab_size), lm_head="target", seed=0)
-    changes = {"batch_tokens": BATCH, "max_steps": TRAINED + 1, "trackers": (), "checkpoint_every": 10**9}
+    changes = {
+        "batch_tokens": BATCH,
+        "max_steps": TRAINED + 1,
+        "trackers": (),
+        "checkpoint_every": 10**9,
+        "validate_every": 10**9,
+    }
     folder.mkdir()
     told = events.Events(folder / rundir.EVENTS, quiet=True)
-    Trainer(draft, head, states, Train().model_copy(update=changes), STEPS, folder, told).run()
+    Trainer(draft, head, states, Train.model_validate(changes), STEPS, folder, told).run()
     steps = [event for event in events.read(folder / rundir.EVENTS) if event["event"] == "train-step"][1:]
     seconds = sum(step["seconds"] for step in steps)
     return sum(step["tokens"] for step in steps) / seconds, sum(step["read"] for step in steps) / seconds
@@ -112,13 +118,13 @@ def main() -> None:
     print(
         f"{tokens:,} tokens, {options.share:.0%} of them answers; training: {rate:,.0f} tokens/s, {waited:.2%} of it waiting"
     )
-    print(f"{'type':<16}{'bytes a token':>14}{'of bfloat16':>13}{'read, tokens/s':>16}{'of training':>13}")
+    print(f"{'type':<16}{'bytes a token':>14}{'of bfloat16':>13}{'read, tokens/s':>16}{'training = 1':>14}")
     for dtype in TYPES:
         read = [found[dtype] for found in rounds]
         typical = statistics.median(read)
         print(
             f"{str(dtype).removeprefix('torch.'):<16}{size[dtype]:>14,.0f}{size[dtype] / size[torch.bfloat16]:>12.2f}x"
-            f"{typical:>16,.0f}{typical / rate:>12.0f}x   ({min(read):,.0f} to {max(read):,.0f})"
+            f"{typical:>16,.0f}{typical / rate:>14.0f}   ({min(read):,.0f} to {max(read):,.0f})"
         )
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,7 @@ def test_sigterm_saves_and_the_next_run_ends_in_the_same_bits(states: StateStore
 CHILD = """
 import sys, json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 sys.path.insert(0, {tests!r})
 import torch
@@ -292,6 +294,33 @@ def test_a_training_continues_on_another_number_of_processes(states: StateStore,
     assert [record["step"] for record in rest] == [record["step"] for record in one]
     for alone, shared in zip(one, rest, strict=True):
         assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("library", ["wandb", "trackio"])
+def test_a_continued_training_is_the_same_run_of_a_tracker(
+    states: StateStore, tmp_path: Path, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for the libraries, whose servers cannot be here; the real ones take the same calls (wandb 0.31, trackio 0.43)."""
+    begun, logged = [], []
+    stand_in = SimpleNamespace(
+        init=lambda **given: begun.append(given), log=lambda values, step: logged.append(step), finish=lambda: None
+    )
+    monkeypatch.setitem(sys.modules, library, stand_in)
+
+    def train(folder: str, steps: int) -> None:
+        trainer = make_trainer(states, tmp_path / folder, trackers=(library,), max_steps=steps, checkpoint_every=2)
+        trainer.logs = tmp_path
+        trainer.run()
+
+    train("first", 2)
+    train("first", 4)
+    train("other", 2)
+    names = [given["name"] for given in begun]
+    assert names[0] == names[1] != names[2]
+    assert sorted(set(logged)) == [1, 2, 3, 4]
+    assert all(given["project"] == "headstart" for given in begun)
+    if library == "wandb":
+        assert all(given["name"].endswith(given["id"]) and given["dir"] == str(tmp_path) for given in begun)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # inside torch, when it traces

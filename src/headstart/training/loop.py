@@ -126,7 +126,8 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, self.settings)
         self.average = Average(self.draft, self.settings.ema) if self.settings.ema else None
         logs = self.logs if self.world.main else None
-        self.telemetry = Telemetry(self.events, self.settings, self.draft.shape, logs, peak_flops(self.world.device))
+        peak = peak_flops(self.world.device)
+        self.telemetry = Telemetry(self.events, self.settings, self.draft.shape, logs, self.folder, peak)
 
     # --- one step ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from headstart import files
 from headstart.config import Train
 from headstart.drafts.layers import DraftShape
 from headstart.drafts.rows import RowPlan
@@ -44,14 +46,17 @@ class _TensorBoard:
 
 
 class _Hosted:
-    """W&B, or trackio, which has the same three calls."""
+    """W&B, or trackio, which has the same three calls. run_id: a continued training goes on in the same run."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, run_id: str) -> None:
         try:
             self.library: Any = __import__(name)
         except ModuleNotFoundError:
-            raise UserError(f"train.trackers names {name}, which is not installed", do=f"pip install {name}") from None
-        self.library.init(project="headstart", name=folder.resolve().name, resume="allow")
+            raise UserError(
+                f"train.trackers names {name}, which is not installed", do=f"pip install 'headstart[{name}]'"
+            ) from None
+        known = {"id": run_id, "dir": str(folder)} if name == "wandb" else {}  # trackio tells runs apart by name
+        self.library.init(project="headstart", name=f"{folder.resolve().name}-{run_id}", resume="allow", **known)
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.library.log(values, step=step)
@@ -60,26 +65,35 @@ class _Hosted:
         self.library.finish()
 
 
-def _open(name: str, folder: Path) -> Tracker:
-    return _TensorBoard(folder) if name == "tensorboard" else _Hosted(name, folder)
+def _run_id(scratch: Path) -> str:
+    """Kept beside the checkpoints, and gone with them."""
+    kept = scratch / "run-id"
+    if not kept.exists():
+        with files.replacing(kept) as temporary:
+            temporary.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+    return kept.read_text(encoding="utf-8")
 
 
 @dataclass
 class Telemetry:
-    """A context manager around a training. logs: where trackers write; None: nowhere. peak: FLOP/s that one process could do at
-    best; None: unknown."""
+    """A context manager around a training. logs: where trackers write; None: nowhere. scratch: the training's own folder, which a
+    continued one finds again. peak: FLOP/s that one process could do at best; None: unknown."""
 
     events: Events
     settings: Train
     shape: DraftShape
     logs: Path | None
+    scratch: Path
     peak: float | None
     trackers: list[Tracker] = field(default_factory=list)
 
     def __enter__(self) -> Telemetry:
         if self.logs is not None:
-            self.trackers = [_open(name, self.logs) for name in self.settings.trackers]
+            self.trackers = [self._open(name, self.logs) for name in self.settings.trackers]
         return self
+
+    def _open(self, name: str, logs: Path) -> Tracker:
+        return _TensorBoard(logs) if name == "tensorboard" else _Hosted(name, logs, _run_id(self.scratch))
 
     def __exit__(self, *_: object) -> None:
         for tracker in self.trackers:

@@ -355,11 +355,36 @@ def test_keep_counts_what_the_template_refuses(tmp_path: Path):
     assert made.counts["conversations"] == 1
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+def test_every_turn_of_a_source_is_answered_after_what_went_before(tmp_path: Path, turns: int):
+    """From the file that `prepare` reads, which keeps no answers; the template refuses two users in a row."""
+    target = save_tokenizer(save_llama(tmp_path / "target", vocab_size=400, num_hidden_layers=2), T_STRICT)
+    said = ["Why?", "The wind.", "Who waved?", "A boy.", "Add 12 and 40.", "52."]
+    names = ("human", "gpt")
+    talks = [{"conversations": [{"from": names[i % 2], "value": text} for i, text in enumerate(said)]}] * 2
+    (tmp_path / "talks.json").write_text(json.dumps(talks))
+    run = build(
+        {"target": {"model": str(target), "device": "cpu"}, "data": {"sources": [str(tmp_path / "talks.json")]}},
+        [f"data.max_turns={turns}", "data.max_length=400", "regenerate.max_new_tokens=6", "capture.aux_layers=[0, 1, 2]"],
+    )
+    pipeline.execute_all(run, tmp_path / "run", Events(quiet=True), until="regenerate")
+    made = artifact.open_artifact(tmp_path / "run" / "conversations", "conversations")
+    assert made.counts["answers"] == turns * made.counts["conversations"] > 0
+    template, asked = Template.load(target), said[: 2 * turns : 2]
+    read = [template.decode(sample.input_ids.tolist()) for sample in samples_of(made)]
+    held = [[text for text in asked if text in one] for one in read]
+    assert all(texts == asked[: len(texts)] for texts in held)
+    assert max(held, key=len) == asked
+    assert not any(text in one for text in said[1::2] for one in read)
+    assert sum(len(answers_of(sample)) for sample in samples_of(made)) == made.counts["answers"]
+
+
 def test_asks_drop_given_answers_and_end_at_tool_results():
     tool: Message = {"role": "tool", "content": "12"}
     assert dialogue.asks(chat("a", "b", "c", system="s")) == [chat("a", system="s"), chat("c")]
     assert dialogue.asks([*chat("a", "b"), tool, *chat("c")]) == [chat("a")]
     assert dialogue.asks([{"role": "assistant", "content": "hello"}]) == []
+    assert dialogue.asks([*chat("a"), *chat("c")]) == [chat("a"), chat("c")]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import Any, cast
 
 # Read when typer and rich are imported: the width of every box, and no colours, wherever this runs.
 os.environ |= {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}
 for _forces_color in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS"):
     os.environ.pop(_forces_color, None)
 
+from typer.main import get_command  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import kimi_page  # noqa: E402
@@ -63,9 +65,10 @@ def cli_page() -> str:
     parts = [
         "# Commands",
         NOTE,
-        "Exit codes: 0 done; 2 your input; 1 a bug of headstart's, with its traceback; 130 interrupted.",
+        "Exit codes: 0 done; 2 your input; 3 doctor says stop, or estimate that it does not fit; 1 a bug of headstart's, with its "
+        "traceback; 130 interrupted; 143 stopped by SIGTERM.",
     ]
-    for verb in ("", *(command.name or "" for command in app.registered_commands)):
+    for verb in ("", *cast(Any, get_command(app)).commands):
         parts += [f"## headstart {verb}".rstrip(), f"```text\n{_help(verb)}\n```"]
     return "\n\n".join(parts) + "\n"
 

@@ -30,16 +30,19 @@ class Dialogue:
 
 
 def asks(messages: Sequence[Message]) -> list[list[Message]]:
-    """What is said before each answer. Ends at the first tool result: the target did not make that call."""
-    found: list[list[Message]] = [[]]
+    """What is said before each answer: every user turn has one. Ends at the first tool result: the target did not make that call."""
+    found: list[list[Message]] = []
+    said: list[Message] = []
     for message in messages:
-        if message["role"] == "assistant":
-            found.append([])
-        elif message["role"] == "tool":
+        if message["role"] == "tool":
             break
-        else:
-            found[-1].append(message)
-    return [said for said in found if any(message["role"] == "user" for message in said)]
+        if message["role"] == "assistant":  # of somebody else
+            continue
+        said.append(message)
+        if message["role"] == "user":
+            found.append(said)
+            said = []
+    return found
 
 
 def take(dialogue: Dialogue, completion: Completion, template: Template, run: Run) -> None:

@@ -106,6 +106,19 @@ def test_a_sliding_window_needs_keys_as_wide_as_the_targets() -> None:
         _shape(anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v3"}), 32000, sliding_window=512)
 
 
+def test_a_draft_takes_the_window_that_all_layers_of_its_target_have() -> None:
+    """As vLLM gives it to a draft that names none; not one that is of some layers."""
+    assert _shape(anatomy_of({**LLAMA, "model_type": "mistral", "sliding_window": 4096}), 32000).sliding_window == 4096
+    assert _shape(anatomy_of({**LLAMA, "model_type": "mistral", "sliding_window": None}), 32000).sliding_window is None
+    assert _shape(anatomy_of({**LLAMA, "model_type": "gemma2", "sliding_window": 4096}), 32000).sliding_window is None
+    kinds = {"layer_types": ["sliding_attention"] * LLAMA["num_hidden_layers"], "sliding_window": 512}
+    assert _shape(anatomy_of({**LLAMA, **kinds}), 32000).sliding_window == 512
+    kinds["layer_types"][0] = "full_attention"
+    assert _shape(anatomy_of({**LLAMA, **kinds}), 32000).sliding_window is None
+    with pytest.raises(UserError, match="more than the target reads"):
+        _shape(anatomy_of(LLAMA), 32000, sliding_window=10**12)
+
+
 def test_rows_without_a_label_and_a_frozen_head_cost_less() -> None:
     shape = _shape(anatomy_of(LLAMA), 32000)
     whole, frozen = (draft.training_cost(shape, 5, 2048, freeze_head=frozen) for frozen in (False, True))
@@ -208,6 +221,12 @@ def test_a_step_reads_the_experts_that_it_meets() -> None:
     ("gpus=8,memory=1e400GB,prefill=1", "finite"),
     ("gpus=2.5,memory=1GB,prefill=1", "a whole one"),
     ("0xH200", "one GPU at least"),
+    ("8xH200,8xA100", "second machine"),
+    ("9999999xH200", "GPUs cannot be"),
+    (f"{'9' * 5000}xH200", "GPUs cannot be"),
+    ("\u0668xH200", "no GPU that is known"),
+    ("8xH200,verify=1e308", "1e-06 to 1e"),
+    (f"gpus=1,memory=141GB,prefill=0.{'0' * 320}1", "cannot be"),
     ("gpus=8,memory=1,prefill=1,colour=3", "colour is no figure"),
 ])  # fmt: skip
 def test_hardware_that_cannot_be_read(text: str, said: str) -> None:

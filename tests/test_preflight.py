@@ -74,6 +74,13 @@ def test_flex_attention_is_refused_on_a_cpu(tmp_path: Path, target: Path) -> Non
         )
 
 
+def test_a_compiled_training_needs_a_compiler(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    run = run_for(tmp_path, target, "train.compile=true", "target.device=cpu")
+    with pytest.raises(UserError, match=r"C\+\+ compiler"):
+        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+
+
 def test_heads_that_do_not_share_out_are_refused(tmp_path: Path, target: Path) -> None:
     run = run_for(tmp_path, target, "target.engine=vllm")
     run = run.model_copy(update={"target": run.target.model_copy(update={"tensor_parallel": 3})})

@@ -365,7 +365,12 @@ def test_every_turn_of_a_source_is_answered_after_what_went_before(tmp_path: Pat
     (tmp_path / "talks.json").write_text(json.dumps(talks))
     run = build(
         {"target": {"model": str(target), "device": "cpu"}, "data": {"sources": [str(tmp_path / "talks.json")]}},
-        [f"data.max_turns={turns}", "data.max_length=400", "regenerate.max_new_tokens=6", "capture.aux_layers=[0, 1, 2]"],
+        [
+            f"data.max_turns={turns}",
+            "data.max_length=400",
+            "regenerate.max_new_tokens=6",
+            "capture.aux_layers=[0, 1, 2]",
+        ],
     )
     pipeline.execute_all(run, tmp_path / "run", Events(quiet=True), until="regenerate")
     made = artifact.open_artifact(tmp_path / "run" / "conversations", "conversations")

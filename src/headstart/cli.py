@@ -242,7 +242,9 @@ def estimate(
         str | None,
         typer.Option(help="of another machine, e.g. 8xH200 or gpus=8,memory=141GB,prefill=40k", metavar="FIGURES"),
     ] = None,
-    answer_tokens: Annotated[float | None, typer.Option(help="of one answer on average, where you know", min=1)] = None,
+    answer_tokens: Annotated[
+        float | None, typer.Option(help="of one answer on average, where you know", min=1, max=1e7)
+    ] = None,
     settings: Settings = None,
     quiet: Quiet = False,
     as_json: Json = False,

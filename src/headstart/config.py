@@ -128,7 +128,9 @@ class Draft(Section):
     head_dim: Positive | None = Field(None, description="width of one head of the draft")
     intermediate_size: Positive | None = Field(None, description="width of the draft's MLP")
     sliding_window: Positive | None = Field(
-        None, description="tokens that a query of the draft sees at most, its own among them; all when absent"
+        None,
+        description="tokens that a query of the draft sees at most, its own among them; when absent all, or what all layers of "
+        "the target see",
     )
     norm_before_residual: bool = Field(
         False, description="residual after the hidden norm (speculators) or before it (official)"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 from headstart.config import Run
 from headstart.data.vocab import pick_size
 from headstart.drafts import attention
@@ -18,9 +21,11 @@ def check(run: Run) -> None:
     """Compare the settings with the target's configuration and this machine; needs no weights.
 
     Raises:
-        UserError: a device that is not here or has not the form of attention asked for, sequences longer than the target reads,
-            aux layers or a draft vocabulary that it does not have, a draft whose heads do not fit, prompt sets that do not exist.
+        UserError: a device that is not here or has not the form of attention or the compiler asked for, sequences longer than
+            the target reads, aux layers or a draft vocabulary that it does not have, a draft whose heads do not fit, prompt sets
+            that do not exist.
     """
+    _check_compiler(run)
     attention.backend(pick_device(run.target.device), name=run.train.attention_backend)
     check_names(run.evaluate.prompts)
     target = inspect(resolve(run.target.model, run.target.revision, weights=False))
@@ -28,6 +33,17 @@ def check(run: Run) -> None:
     _check_parallel(run, target)
     aux = check_boundaries(run.capture.aux_layers, target.required("num_layers"))
     shape_for(run.draft, target, aux, pick_size(run.vocab.size, target.required("vocab_size")))
+
+
+def _check_compiler(run: Run) -> None:
+    """torch.compile makes C++ for a CPU, by CXX or g++ (torch/_inductor/cpp_builder.py)."""
+    compiler = os.environ.get("CXX") or "g++"
+    if run.train.compile and pick_device(run.target.device).type == "cpu" and shutil.which(compiler) is None:
+        raise UserError(
+            "train.compile = true needs a C++ compiler on a CPU",
+            looked_for=f"{compiler}, in PATH",
+            do="install it, set CXX, or leave train.compile out",
+        )
 
 
 def _check_length(run: Run, target: Anatomy) -> None:

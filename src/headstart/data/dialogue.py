@@ -30,7 +30,7 @@ class Dialogue:
 
 
 def asks(messages: Sequence[Message]) -> list[list[Message]]:
-    """What is said before each answer: every user turn has one. Ends at the first tool result: the target did not make that call."""
+    """What is said before each answer; every user turn has one. Ends at the first tool result: the target made no such call."""
     found: list[list[Message]] = []
     said: list[Message] = []
     for message in messages:

@@ -30,7 +30,9 @@ EXAMPLE = "8xH200, or gpus=8,memory=141GB,prefill=40k"
 _PEAKS = ("flops", "bandwidth")  # of one GPU; the rates are derived from them
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _NUMBER = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgtp]?)b?", re.IGNORECASE)
-_NAMED = re.compile(r"(?:(\d+)\s*x\s*)?([a-z0-9]+)", re.IGNORECASE)
+_NAMED = re.compile(r"(?:([0-9]+)\s*x\s*)?([a-z0-9]+)", re.IGNORECASE)
+_SMALLEST, _LARGEST = 1e-6, 1e21  # of any figure; a mistyped unit is outside
+_MOST_GPUS = 100_000
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,15 @@ def figures(text: str) -> dict[str, float]:
     """
     given: dict[str, float] = {}
     for part in (part.strip() for part in text.split(",") if part.strip()):
-        given |= _pair(part) if "=" in part else _gpu(part)
+        said = _pair(part) if "=" in part else _gpu(part)
+        if "gpus" in said and "gpus" in given:
+            raise UserError(f"--hardware: {part!r} is a second machine", do="give one")
+        given |= said
     known = [field.name for field in fields(Hardware) if field.name != "assumed"] + list(_PEAKS)
     if unknown := given.keys() - set(known):
         raise UserError(f"--hardware: {', '.join(sorted(unknown))} is no figure", looked_for=", ".join(known))
+    if given.get("gpus", 0) > _MOST_GPUS:
+        raise UserError(f"--hardware: {given['gpus']:.0f} GPUs cannot be", looked_for=f"at most {_MOST_GPUS}")
     if missing := [name for name in ("gpus", "memory") if name not in given]:
         raise UserError(f"--hardware: {', '.join(missing)} is missing", do=f"e.g. --hardware {EXAMPLE}")
     if not given.keys() & {"prefill", "flops"}:
@@ -112,7 +119,7 @@ def _gpu(part: str) -> dict[str, float]:
     found = _NAMED.fullmatch(part)
     if found is None or found[2].lower() not in GPUS:
         raise UserError(f"--hardware: {part!r} is no figure and no GPU that is known", looked_for=", ".join(GPUS))
-    if found[1] and not int(found[1]):
+    if found[1] and not float(found[1]):
         raise UserError(f"--hardware: {part!r} is no machine", looked_for=f"one GPU at least, as in {EXAMPLE}")
     memory, bandwidth, flops = GPUS[found[2].lower()]
     return {"gpus": float(found[1] or 1), "memory": memory, "bandwidth": bandwidth, "flops": flops}
@@ -132,4 +139,6 @@ def _pair(part: str) -> dict[str, float]:
         raise UserError(f"--hardware: {part!r} cannot be", looked_for="a finite number, and of GPUs a whole one")
     if value <= 0 and name.strip() != "gpus":
         raise UserError(f"--hardware: {name.strip()} must be above 0")
+    if value and not _SMALLEST <= value <= _LARGEST:
+        raise UserError(f"--hardware: {part!r} cannot be", looked_for=f"{_SMALLEST:g} to {_LARGEST:g}")
     return {name.strip(): value}

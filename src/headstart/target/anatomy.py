@@ -39,7 +39,8 @@ class Anatomy:
     wrapper: vision, audio or another model is around it. text_path: where its own configuration sits ("" at the top).
     text_architecture: the class that part names, where it names one. layers_path: where vLLM's class keeps the decoder
     layers. vocab_size: rows of the embedding; tokenizer_size: ids that the tokenizer knows. head_dim: width of one query
-    head (with MLA: both parts). latent_sizes: of MLA, as `drafts.layers.LatentShape` names them. rms_norm_eps: epsilon of
+    head (with MLA: both parts). latent_sizes: of MLA, as `drafts.layers.LatentShape` names them. sliding_window: of all
+    layers alike. rms_norm_eps: epsilon of
     the norms, also of mean-centred ones. logit_scale multiplies the logits; softcap c bends them by c*tanh(x/c).
     layer_kinds: number of layers by kind; hybrid: some keep another state than attention's keys and values.
     quantization_bits: of one weight. weights_bytes: of all files together. eos_ids: from every place that names some.
@@ -71,6 +72,7 @@ class Anatomy:
     max_positions: int | None
     mla: bool
     latent_sizes: dict[str, int] | None = None
+    sliding_window: int | None = None
     moe: bool
     hybrid: bool = False
     layer_kinds: dict[str, int] | None = None
@@ -200,6 +202,14 @@ def _latent_sizes(view: View) -> tuple[dict[str, int] | None, str]:
     return sizes, f"{view.prefix}kv_lora_rank and the keys beside it"
 
 
+def _sliding_window(view: View) -> tuple[int | None, str]:
+    """The window that all layers have. A lone `sliding_window` means that in some families, in others of some layers, or off."""
+    value, evidence = view.look(("sliding_window",), WHOLE)
+    kinds = view.text.get("layer_types")
+    alike = set(map(str, kinds)) == {"sliding_attention"} if isinstance(kinds, list) else view.model_type in _WINDOWED
+    return (value, evidence) if value is not None and alike else (None, "none that all layers have")
+
+
 def _moe(view: View) -> tuple[bool, str]:
     value, evidence = view.look(SPELLINGS["experts"], WHOLE)
     many = value is not None and value > 1
@@ -239,6 +249,7 @@ def _head_dim(view: View, heads: int | None, width: int | None) -> tuple[int | N
     return value, evidence
 
 
+_WINDOWED = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
 _SIZES = {
     **dict.fromkeys(
         ("num_layers", "hidden_size", "vocab_size", "num_heads", "intermediate_size", "max_positions"), WHOLE
@@ -260,6 +271,7 @@ _FACTS: dict[str, Callable[[View], tuple[Any, str]]] = {
     "rope_scaling": lambda view: rope(view)[1],
     "mla": _mla,
     "latent_sizes": _latent_sizes,
+    "sliding_window": _sliding_window,
     "moe": _moe,
     "dtype": lambda view: view.look(("dtype", "torch_dtype"), (str,), also_top=True),
 }

@@ -29,6 +29,7 @@ def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], voc
     latent = latent_of(target) if settings.attention == "mla" else None
     heads, kv_heads, head_dim = _latent_heads(settings, target, latent) if latent else _heads(settings, target, width)
     if settings.sliding_window:
+        _check_window(settings.sliding_window, target)
         _check_pages(target, kv_heads * head_dim)
     if heads % kv_heads or head_dim % 2:
         raise UserError(
@@ -53,8 +54,24 @@ def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], voc
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         latent=latent,
-        sliding_window=settings.sliding_window,
+        sliding_window=settings.sliding_window or (None if latent else _inherited(target)),
     )
+
+
+def _inherited(target: Anatomy) -> int | None:
+    """A window that all of the target's layers have: vLLM gives it to a draft that names none (attention.py of 0.32: without one of
+    its own, a layer takes the cache's)."""
+    window = target.sliding_window
+    return window if window and window < target.required("max_positions") else None
+
+
+def _check_window(window: int, target: Anatomy) -> None:
+    if window > target.required("max_positions"):
+        raise UserError(
+            f"draft.sliding_window = {window} is more than the target reads",
+            looked_for=f"at most {target.required('max_positions')}",
+            do="leave draft.sliding_window out",
+        )
 
 
 def _check_pages(target: Anatomy, width: int) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from headstart.config import Run
 from headstart.data.store import Entry, StateStore, label_rows, widen
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape, RMSNorm
+from headstart.drafts.layers import RMSNorm
 from headstart.drafts.rows import plan_rows
+from headstart.drafts.shape import DraftShape
 from headstart.drafts.ttt import unroll
 from headstart.errors import UserError
 from headstart.training.batches import ahead

@@ -23,7 +23,7 @@ from headstart import events, rundir
 from headstart.config import Train
 from headstart.data import store
 from headstart.data.store import Labelled, StateStore
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.engines.base import States
 from headstart.products import use_fast_products
 from headstart.target.head import TargetHead

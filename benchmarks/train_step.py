@@ -44,9 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import fixtures_memory
 from fixtures_models import save_llama
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
 from headstart.drafts.losses import Teacher, fused_divergence
 from headstart.drafts.rows import RowPlan, plan_rows
+from headstart.drafts.shape import DraftShape
 from headstart.drafts.ttt import unroll
 from headstart.formats import speculators, vllm
 from headstart.formats.common import ExportFacts

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape, LatentShape
+from headstart.drafts.shape import DraftShape, LatentShape
 from headstart.formats import speculators, vllm
 from headstart.formats.common import ExportFacts
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fixtures_models import save_llama
+from fixtures_text import save_tokenizer
 from headstart import __version__, cli
 
 REPOSITORY = Path(__file__).parent.parent
@@ -294,3 +296,14 @@ def test_ctrl_c_ends_with_130_and_says_that_it_continues(file: Path, tmp_path: P
         _, told = process.communicate(timeout=20)
     assert process.returncode == 130
     assert told == "interrupted; the same command continues where this one stopped\n"
+
+
+def test_a_refused_run_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
+    """`status` would else tell of settings that nothing was made with."""
+    target = save_tokenizer(save_llama(tmp_path / "target"))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Why?"}\n')
+    (tmp_path / "run.toml").write_text(
+        f'[target]\nmodel = "{target}"\n[data]\nsources = ["a.jsonl"]\nmax_length = 256\n'
+    )
+    refused("run", "run.toml", "-s", "draft.head_dim=15", folder=tmp_path)
+    assert not (tmp_path / "runs").exists()

@@ -17,8 +17,8 @@ from torch import Tensor
 import fixtures_models
 from headstart import config
 from headstart.drafts.eagle3 import DraftCache, Eagle3
-from headstart.drafts.layers import DraftShape
 from headstart.drafts.rows import live_mask
+from headstart.drafts.shape import DraftShape
 from headstart.engines.transformers import TransformersEngine
 from headstart.evaluation.acceptance import walk
 from headstart.evaluation.choice import Drafted, Greedy, Sampled, acceptance_probability, draw, residual

@@ -375,11 +375,15 @@ def test_a_run_has_its_own_checks(run_file: Path) -> None:
         ("data.max_length=999999", "sequence length"),
         ("capture.aux_layers=[1,9]", "aux layers"),
         ("vocab.size=1000", "draft vocabulary"),
+        ("draft.head_dim=15", "draft"),
+        ("draft={attention='mla'}", "draft"),
+        ("draft.sliding_window=1000000000", "draft"),
+        ("train.attention_backend=flex", "draft"),
         ('target.python="/nowhere/python"', None),
     ],
 )
 def test_settings_that_cannot_work_stop(setting: str, check: str | None, run_file: Path) -> None:
-    opened = subject.open_subject(str(run_file), [setting])
+    opened = subject.open_subject(str(run_file), [setting, "export.formats=['vllm']", "target.device=cpu"])
     if check is None:
         with pytest.raises(UserError):
             doctor.examine(opened)

@@ -11,13 +11,13 @@ from headstart import config
 from headstart.data.footprint import IDS, LABEL
 from headstart.doctor.sizes import states_bytes
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
 from headstart.drafts.rows import Run, within
+from headstart.drafts.shape import DraftShape
 from headstart.errors import UserError
 from headstart.estimate import advice, draft, estimate, hardware, work
 from headstart.estimate.target import TargetCost
 from headstart.target.anatomy import Anatomy, anatomy_of
-from headstart.training.build import shape_for
+from headstart.training.shape import shape_for
 
 GB = 10**9
 LLAMA = {

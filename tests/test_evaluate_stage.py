@@ -23,7 +23,7 @@ from headstart.data.store import StateStore
 from headstart.data.templates import Template
 from headstart.drafts import checkpoint
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.engines.transformers import TransformersEngine
 from headstart.engines.vllm.records import Counters, Served, ServedAnswer
 from headstart.engines.vllm.served import Asked, Drafting

@@ -15,12 +15,12 @@ import pytest
 
 from headstart import cli, config
 from headstart.doctor import machine, subject
-from headstart.drafts.layers import LatentShape
+from headstart.drafts.shape import LatentShape
 from headstart.engines.vllm.releases import Release
 from headstart.estimate import counting, examine
 from headstart.events import Events, duration, size
 from headstart.target.layers import check_boundaries
-from headstart.training.build import shape_for
+from headstart.training.shape import shape_for
 
 ROOT = Path(__file__).parents[1]
 LINKS = ROOT / "recipes"

@@ -21,7 +21,7 @@ from headstart import config
 from headstart.config import Train
 from headstart.drafts import layers
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.engines.transformers import TransformersEngine
 from headstart.engines.vllm.records import Counters, Served, ServedAnswer
 from headstart.errors import GateError

@@ -18,8 +18,8 @@ from fixtures_states import AUX, answered, make_store, open_tiny
 from headstart.config import Train
 from headstart.data.store import StateStore
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
 from headstart.drafts.losses import Teacher
+from headstart.drafts.shape import DraftShape
 from headstart.engines.transformers import TransformersEngine
 from headstart.evaluation.choice import Greedy
 from headstart.evaluation.decode import Limits, plain_decode, speculative_decode

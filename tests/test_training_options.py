@@ -24,8 +24,8 @@ from headstart.data.footprint import bytes_per_token
 from headstart.data.store import StateStore
 from headstart.drafts.attention import dense
 from headstart.drafts.checkpoint import load_tensors
-from headstart.drafts.layers import LatentShape
 from headstart.drafts.rows import plan_rows, within
+from headstart.drafts.shape import LatentShape
 from headstart.drafts.ttt import unroll
 from headstart.errors import Stopped
 from headstart.training.batches import assemble

@@ -20,9 +20,9 @@ import fixtures_memory
 from headstart.data.store import normalizer_and_top1
 from headstart.drafts import attention
 from headstart.drafts.eagle3 import DraftCache, Eagle3, _causal
-from headstart.drafts.layers import DraftShape, LatentShape
 from headstart.drafts.losses import Teacher, fused_divergence
 from headstart.drafts.rows import Run, live_mask, plan_rows, within
+from headstart.drafts.shape import DraftShape, LatentShape
 from headstart.drafts.ttt import unroll
 from headstart.target.head import TargetHead
 

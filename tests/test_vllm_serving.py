@@ -22,7 +22,7 @@ from headstart.data import store
 from headstart.data.store import StateStore
 from headstart.data.templates import Template
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape, LatentShape
+from headstart.drafts.shape import DraftShape, LatentShape
 from headstart.engines.base import Use
 from headstart.engines.transformers import TransformersEngine
 from headstart.engines.vllm.engine import VllmEngine

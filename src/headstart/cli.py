@@ -95,8 +95,11 @@ def run_all(file: RunFile, until: Annotated[str | None, typer.Option(help="stop 
     Example: headstart run run.toml --until capture
     """
     from headstart import pipeline
+    from headstart.config import load
 
     pipeline.check_verb(until)
+    run = load(file, settings or ())
+    pipeline.check(run, Path(run.directory), until)
     run, root, events = _open(file, settings, quiet)
     pipeline.execute_all(run, root, events, until)
     found = pipeline.status(run, root)

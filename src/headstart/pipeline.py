@@ -181,6 +181,13 @@ def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool 
     return execute(run, root, verb, events)
 
 
+def check(run: Run, root: Path, until: str | None = None) -> None:
+    """Refuse what `execute_all` would refuse before its first stage, while nothing is written yet. Raises UserError."""
+    wanted = {stage.verb for stage in _up_to(until)}
+    if any(state.state != "fresh" for state in status(run, root) if state.verb in wanted):
+        importlib.import_module("headstart.preflight").check(run)
+
+
 def execute_all(run: Run, root: Path, events: Events, until: str | None = None) -> None:
     """Run every stage that is not fresh, in order, up to and with `until`.
 

@@ -14,7 +14,7 @@ from headstart.evaluation.prompts import check_names
 from headstart.target.anatomy import Anatomy, inspect
 from headstart.target.layers import check_boundaries
 from headstart.target.source import resolve
-from headstart.training.build import shape_for
+from headstart.training.shape import shape_for
 
 
 def check(run: Run) -> None:

@@ -15,12 +15,14 @@ from headstart.doctor.sizes import BYTES
 from headstart.errors import UserError
 from headstart.events import size
 from headstart.target.anatomy import Anatomy
+from headstart.training.shape import shape_for
 
 
 def run_checks(run: Run, anatomy: Anatomy, device: Device) -> Iterator[Check]:
     """What would end this run later, seen now."""
     yield _length(run, anatomy)
     yield from _vocabulary(run, anatomy)
+    yield _draft(run, anatomy, device)
     yield _outputs(Path(run.directory))
     yield _disk(run, anatomy, device)
 
@@ -40,6 +42,20 @@ def _vocabulary(run: Run, anatomy: Anatomy) -> Iterator[Check]:
         yield Check(
             "draft vocabulary", "stop", f"vocab.size = {asked}, the target has {rows} tokens", "lower vocab.size"
         )
+
+
+def _draft(run: Run, anatomy: Anatomy, device: Device) -> Check:
+    """Its shape, as `train` would build it, and the form of attention."""
+    name = "draft"
+    if run.train.attention_backend == "flex" and device == "cpu":
+        return Check(name, "stop", "train.attention_backend = 'flex' has no backward pass on a CPU", "leave it out")
+    try:
+        shape = shape_for(run.draft, anatomy, run.capture.aux_layers or (0, 1, 2), run.vocab.size or 1)
+    except UserError as error:
+        return Check(name, "stop", error.what, error.do or "see [draft] in headstart config")
+    kind = "MLA" if shape.latent else f"{shape.num_heads} query and {shape.num_kv_heads} key heads of {shape.head_dim}"
+    window = f", a sliding window of {shape.sliding_window}" if shape.sliding_window else ""
+    return Check(name, "go", f"{shape.num_layers} layer(s) of width {shape.hidden_size}, {kind}{window}")
 
 
 def _outputs(root: Path) -> Check:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.drafts.layers import DecoderLayer, DraftShape, RMSNorm
+from headstart.drafts.layers import DecoderLayer, RMSNorm
+from headstart.drafts.shape import DraftShape
 
 __all__ = ["DraftCache", "DraftShape", "Eagle3"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headstart.drafts.layers import DraftShape
+    from headstart.drafts.shape import DraftShape
 
 FLOAT = 4  # bytes: drafts are trained and kept in float32
 

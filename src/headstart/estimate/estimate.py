@@ -15,7 +15,7 @@ from headstart.estimate.work import Work
 from headstart.target.anatomy import Anatomy
 
 if TYPE_CHECKING:
-    from headstart.drafts.layers import DraftShape
+    from headstart.drafts.shape import DraftShape
 
 PER_TOKEN = 4  # bytes of a token in conversations/
 FIXED = 200_000  # bytes of small files of a stage

@@ -9,7 +9,7 @@ from typing import Any
 
 from headstart.config import Run
 from headstart.doctor import machine, subject
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.engines.weights import pick_device
 from headstart.errors import UserError
 from headstart.estimate import advice, counting, hardware
@@ -18,7 +18,7 @@ from headstart.estimate.hardware import Hardware
 from headstart.estimate.target import TargetCost, cost_of
 from headstart.events import Events, size
 from headstart.target.layers import check_boundaries
-from headstart.training.build import shape_for
+from headstart.training.shape import shape_for
 
 LONGEST = 60.0  # seconds of loading after which a target is not measured unasked
 VOCABULARY = 32_000  # of a draft, where the settings name none

@@ -19,7 +19,7 @@ import torch
 from headstart.config import Run
 from headstart.data import store
 from headstart.drafts.eagle3 import DraftCache, Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.engines.base import Engine, Refused, Use
 from headstart.engines.load import open_engine
 from headstart.errors import UserError

@@ -12,7 +12,7 @@ import torch
 
 from headstart import files
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape, LatentShape
+from headstart.drafts.shape import DraftShape, LatentShape
 from headstart.errors import UserError
 from headstart.target.spellings import LATENT
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart import files
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.errors import UserError
 from headstart.formats import common, tensors, vllm
 from headstart.formats.common import Config, ExportFacts

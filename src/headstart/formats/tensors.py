@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.errors import UserError
 
 TENSORS = "model.safetensors"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headstart import files
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.layers import DraftShape
+from headstart.drafts.shape import DraftShape
 from headstart.formats import common, tensors
 from headstart.formats.common import LAYER_IDS, Config, ExportFacts
 from headstart.formats.tensors import OFFSETS

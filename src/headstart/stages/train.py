@@ -18,10 +18,11 @@ from headstart.engines.weights import pick_device
 from headstart.pipeline import Context
 from headstart.products import use_fast_products
 from headstart.target.anatomy import Anatomy
-from headstart.training.build import new_draft, shape_for
+from headstart.training.build import new_draft
 from headstart.training.checkpoint import BEST, Progress
 from headstart.training.distributed import World, world
 from headstart.training.loop import Trainer
+from headstart.training.shape import shape_for
 
 
 def run(context: Context) -> None:

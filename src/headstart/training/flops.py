@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headstart.drafts.layers import DraftShape
 from headstart.drafts.rows import RowPlan, Run, within
+from headstart.drafts.shape import DraftShape
 
 FORWARD_AND_BOTH_GRADIENTS = 3
 FORWARD_AND_ONE_GRADIENT = 2  # nothing behind it learns, or it does not learn itself

@@ -13,8 +13,8 @@ import torch
 
 from headstart import files
 from headstart.config import Train
-from headstart.drafts.layers import DraftShape
 from headstart.drafts.rows import RowPlan
+from headstart.drafts.shape import DraftShape
 from headstart.errors import UserError
 from headstart.events import Events
 from headstart.training.flops import step_flops

@@ -288,8 +288,12 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, form: ModuleType, damage: C
         ({"attention_bias": True}, "attention_bias"),
         ({"norm_before_fc": True}, "norm_before_fc"),
         ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_window"),
-        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, "layer_types"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window is None"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window is 0"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8.5}, "sliding_window is 8.5"),
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, "a type for each layer"),
+        ({"layer_types": ["linear_attention"], "sliding_window": 9}, "all alike"),
+        ({"layer_types": 5}, "not a list"),
     ],
 )
 def test_a_draft_that_ours_is_not_is_refused(tmp_path: Path, changes: dict, said: str) -> None:

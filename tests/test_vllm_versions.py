@@ -32,11 +32,14 @@ def test_a_draft_with_mla_loads_from_0_18(changes: dict) -> None:
         f"0.{minor}" for minor in range(18, 33)
     ]
     assert "next-token layer" in vllm.check(config | {"model_type": "deepseek_v3"}, "0.32")[0]
+    types = {"layer_types": ["sliding_attention"] * draft.shape.num_layers, "sliding_window": 8}
+    assert "not looked at" in vllm.check(config | types, "0.32")[0]
     del config["kv_lora_rank"]
     assert vllm.check(config, "0.32") == ["kv_lora_rank is missing: the engine takes DeepSeek-V2's"]
 
 
 FAULTS: list[tuple[str, Callable[[dict], Any], str, str]] = [
+    ("0.32", lambda c: c.update(layer_types=["sliding_attention"]), "sliding_window is None", "sliding_attention"),
     ("0.21", lambda c: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4]), "4 aux hidden states", "needs 0.22"),
     ("0.32", lambda c: c.update(num_aux_hidden_states=4), "fc is built for 4", "set num_aux_hidden_states"),
     ("0.21", lambda c: c.update(norm_output=True), "norm_output", "say nothing"),

@@ -176,7 +176,7 @@ def shape_of(config: Mapping[str, Any], where: Path) -> DraftShape:
         fc_norm=bool(config.get("fc_norm")),
         norm_output=bool(config.get("norm_output")),
         latent=latent,
-        sliding_window=_number(config, "sliding_window", where) if SLIDING in (config.get(LAYER_TYPES) or ()) else None,
+        sliding_window=_window(config, where),
     )
 
 
@@ -200,11 +200,33 @@ def nulls(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
                 yield from nulls(inner, f"{prefix}{key}.")
 
 
+def window_fault(config: Mapping[str, Any]) -> str | None:
+    """What is wrong with the types of layers and their window; None when nothing is."""
+    types, width = config.get(LAYER_TYPES), config.get("sliding_window")
+    if types is None:
+        return None
+    if not isinstance(types, list) or len(types) != config.get("num_hidden_layers"):
+        return f"{LAYER_TYPES} is {types!r}, not a list with a type for each layer"
+    if types not in ([SLIDING] * len(types), ["full_attention"] * len(types)):
+        return f"{LAYER_TYPES} is {types!r}: headstart has drafts whose layers are all alike"
+    if types[:1] == [SLIDING] and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
+        return f"{LAYER_TYPES} says {SLIDING}, and sliding_window is {width!r}"
+    return None
+
+
+def _window(config: Mapping[str, Any], where: Path) -> int | None:
+    if fault := window_fault(config):
+        raise UserError(
+            f"the draft in {where} cannot be read: {fault}", looked_for="a plain Llama layer, or one with a window"
+        )
+    return config["sliding_window"] if SLIDING in (config.get(LAYER_TYPES) or ()) else None
+
+
 def _latent(config: Mapping[str, Any], where: Path) -> LatentShape | None:
     if config.get(KV_RANK) is None:
         return None
     sizes = {name: _number(config, foreign, where) for name, foreign in LATENT.items()}
-    if SLIDING in (config.get(LAYER_TYPES) or ()):
+    if _window(config, where) is not None:
         raise UserError(f"the draft in {where} has MLA and a sliding window, which vLLM does not serve, nor headstart")
     if sizes["value"] > sizes["nope"] + sizes["rope"]:
         raise UserError(f"the draft in {where} has values wider than its keys, which headstart has no draft for")
@@ -226,7 +248,6 @@ def _refuse_unknown(config: Mapping[str, Any], where: Path) -> None:
         "mlp_bias": bool(config.get("mlp_bias")),
         "norm_before_fc": bool(eagle.get("norm_before_fc", config.get("norm_before_fc"))),
         "eagle_config.use_aux_hidden_state": eagle.get("use_aux_hidden_state", True) is not True,
-        LAYER_TYPES: set(config.get(LAYER_TYPES) or ()) not in (set(), {"full_attention"}, {SLIDING}),
     }
     for name, present in strange.items():
         if present:

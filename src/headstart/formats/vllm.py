@@ -184,6 +184,13 @@ def _attention(config: Config, version: Version, names: Collection[str]) -> Iter
         yield f"model_type is {config.get('model_type')!r}, not 'deepseek_v2': taken for a next-token layer, or not for MLA"
 
 
+def _window(config: Config, version: Version, names: Collection[str]) -> Iterator[str]:
+    if fault := common.window_fault(config):
+        yield fault
+    elif config.get("architectures") == [LATENT_ARCHITECTURE] and config.get(common.LAYER_TYPES):
+        yield f"{common.LAYER_TYPES} beside MLA: not looked at, so without a window"
+
+
 def _widths(config: Config, version: Version, names: Collection[str]) -> Iterator[str]:
     hidden, target = config.get("hidden_size"), config.get("target_hidden_size")
     if hidden and target and hidden != target:
@@ -205,4 +212,4 @@ def _target(config: Config, version: Version, names: Collection[str]) -> Iterato
         yield f"targets of type {kind}: refused by this version, 0.22 and newer take every type"
 
 
-_RULES = (_fields, _attention, _layer_ids, _number_of_states, _norms, _widths, _vocabulary, _target)
+_RULES = (_fields, _attention, _window, _layer_ids, _number_of_states, _norms, _widths, _vocabulary, _target)

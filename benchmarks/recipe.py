@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from recipe_parts import Material, Trained, measure, our_products, point, say
 from recipe_speculators import CHANGES, Theirs, check_same, described, train_theirs
 
-from headstart import events, files, rundir
+from headstart import events, files, pipeline, rundir
 from headstart.data.templates import Template
 from headstart.drafts.checkpoint import load_draft
 from headstart.drafts.eagle3 import Eagle3
@@ -67,6 +67,9 @@ NEVER = 10**9
 def our_training(material: Material) -> Trained:
     """From the run's manifest, curves and events; of a step that was made twice, the last."""
     manifest = material.draft.manifest
+    state = next(item for item in pipeline.status(material.run, material.root) if item.verb == "train")
+    if state.state != "fresh":
+        raise UserError(f"the draft in {material.root} is {state.state}: {state.why}", do="headstart train again")
     told = (event for event in events.read(material.root / rundir.EVENTS) if event["event"] == "train-step")
     last = {event["step"]: event for event in told}
     steps = [last[step] for step in range(1, manifest.counts["steps"] + 1) if step in last]
@@ -222,6 +225,8 @@ def main() -> None:
     parser.add_argument("--same-products", action="store_true", help="speculators with our matrix products too")
     parser.add_argument("--json", type=Path, help="curves and scores; a PNG beside it where matplotlib is installed")
     options = parser.parse_args()
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error("--minutes must be above 0")
     try:
         result = compare(Material.open(options.run_directory), options)
     except HeadstartError as error:

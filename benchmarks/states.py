@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.6, help="of a sample that is answer")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.samples < 1 or options.rounds < 1 or not 0 < options.share <= 1:
+        parser.error("--samples and --rounds are 1 at least, --share above 0 and at most 1")
     use_fast_products(torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(VOCAB, WIDTH, generator=generator)

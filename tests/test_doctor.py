@@ -391,6 +391,20 @@ def test_settings_that_cannot_work_stop(setting: str, check: str | None, run_fil
         assert check_of(doctor.examine(opened, "0.32.0").as_json(), check)["verdict"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("setting", "version", "told"),
+    [
+        ("draft.fc_norm=true", "0.20.0", "fc_norm are known from 0.22"),
+        ("draft.fc_norm=true", "0.32.0", None),
+        ("draft.fc_norm=false", "0.20.0", None),
+    ],
+)
+def test_a_draft_that_a_version_does_not_know(setting: str, version: str, told: str | None, run_file: Path) -> None:
+    opened = subject.open_subject(str(run_file), [setting])
+    check = check_of(doctor.examine(opened, version, "cuda").as_json(), "serve")
+    assert (check["verdict"], told is None or told in check["finding"]) == ("go" if told is None else "warn", True)
+
+
 @pytest.mark.parametrize(("built", "gpus", "place"), [(True, 1, "the CPU"), (False, 0, "a GPU")])
 def test_an_installed_vllm_computes_on_what_it_was_built_for(
     built: bool, gpus: int, place: str, tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch

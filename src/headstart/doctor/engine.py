@@ -139,11 +139,25 @@ def _capture(engine: Engine) -> Check:
 
 def _serve(engine: Engine, subject: Subject) -> Check:
     rung, run = engine.serve, subject.run
+    newer = _draft_is_newer(run, engine.release) if run else None
+    if rung.works and newer:
+        return Check("serve", "warn", f"{rung.name}, but not this draft: {newer[0]}", newer[1])
     if rung.works:
         return Check("serve", "go", f"{rung.name}: {rung.why}")
     needed = run is not None and run.evaluate.engine == "vllm"
     do = 'evaluate.engine = "transformers" measures the draft without vLLM; a newer vLLM may serve it'
     return Check("serve", "stop" if needed else "warn", rung.why, do)
+
+
+def _draft_is_newer(run: Run, release: releases.Release) -> tuple[str, str] | None:
+    """What of the draft this vLLM does not know, and what to do (`formats/vllm.py` has the rules for exported folders)."""
+    if run.draft.attention == "mla" and not release.at_least("0.18"):
+        return "drafts with MLA are served from 0.18 on", "leave draft.attention out, or serve with a newer vLLM"
+    new = [name for name in ("fc_norm", "norm_output") if getattr(run.draft, name)]
+    if new and not release.at_least("0.22"):
+        settings = " ".join(f"-s draft.{name}=false" for name in new)
+        return f"{' and '.join(new)} are known from 0.22 on", f"{settings}, or serve with a newer vLLM"
+    return None
 
 
 def _known_faults(engine: Engine, subject: Subject) -> Iterator[Check]:

@@ -132,6 +132,7 @@ def test_a_changed_setting_makes_its_stage_and_what_follows_stale(root: Path, ch
         "train.keep_checkpoints=9",
         "train.micro_tokens=100",
         "train.parallel=fsdp",
+        "train.attention_backend=dense",
         "train.trackers=[]",
         "train.epochs=3",  # the default, said aloud
         "train.learning_rate=0.0004",
@@ -146,7 +147,7 @@ def test_every_setting_belongs_to_a_stage_or_is_of_speed_alone() -> None:
     named = {setting.name for setting in config.settings()}
     unused = {"directory", "data.max_drop", "regenerate.batch_size", "capture.batch_tokens", "capture.max_bad_fraction"}
     ways = ("checkpoint_every", "keep_checkpoints", "micro_tokens", "recompute", "compile", "parallel", "trackers")
-    assert used == named - unused - {f"train.{way}" for way in ways}
+    assert used == named - unused - {f"train.{way}" for way in (*ways, "attention_backend")}
 
 
 def test_status_says_what_differs(root: Path) -> None:

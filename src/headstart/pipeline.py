@@ -51,6 +51,7 @@ _SPEED_ONLY = {
     "train.micro_tokens",
     "train.recompute",
     "train.compile",
+    "train.attention_backend",
     "train.parallel",
     "train.trackers",
 }

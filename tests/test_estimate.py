@@ -115,6 +115,8 @@ def test_a_draft_takes_the_window_that_all_layers_of_its_target_have() -> None:
     assert _shape(anatomy_of({**LLAMA, **kinds}), 32000).sliding_window == 512
     kinds["layer_types"][0] = "full_attention"
     assert _shape(anatomy_of({**LLAMA, **kinds}), 32000).sliding_window is None
+    with pytest.raises(UserError, match=r"below draft\.ttt_steps"):
+        _shape(anatomy_of({**LLAMA, "model_type": "mistral", "sliding_window": 2}), 32000)
     with pytest.raises(UserError, match="more than the target reads"):
         _shape(anatomy_of(LLAMA), 32000, sliding_window=10**12)
 

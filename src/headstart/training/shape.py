@@ -48,14 +48,19 @@ def shape_for(settings: config.Draft, target: Anatomy, aux: tuple[int, ...], voc
         fc_norm=settings.fc_norm,
         norm_output=settings.norm_output,
         latent=latent,
-        sliding_window=settings.sliding_window or (None if latent else _inherited(target)),
+        sliding_window=settings.sliding_window or (None if latent else _inherited(target, settings.ttt_steps)),
     )
 
 
-def _inherited(target: Anatomy) -> int | None:
+def _inherited(target: Anatomy, steps: int) -> int | None:
     """A window that all of the target's layers have: vLLM gives it to a draft that names none (attention.py of 0.32: without one of
     its own, a layer takes the cache's)."""
     window = target.sliding_window
+    if window and window < steps:
+        raise UserError(
+            f"the target's sliding window of {window} tokens is below draft.ttt_steps = {steps}",
+            do=f"set draft.ttt_steps to {window} or less",
+        )
     return window if window and window < target.required("max_positions") else None
 
 

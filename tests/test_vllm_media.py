@@ -100,7 +100,7 @@ def test_placeholders_are_expanded_once_in_the_samples(made: tuple[config.Run, P
     samples = samples_of(made[1])
     counted = {name: int((sample.input_ids == FIRST_TOKEN).sum()) for name, sample in samples.items()}
     images = {name: len(sample.media) for name, sample in samples.items()}
-    assert images == {"c0:00": 1, "c1:00": 1, "c2:00": 2, "c3:00": 0, "c4:00": 1}
+    assert images == {"c0:00": 1, "c1:00": 1, "c2:00": 2, "c3:00": 0, "c4:00": 1, "c4:01": 1}  # c4 has two turns
     assert counted == {name: PLACEHOLDERS * number for name, number in images.items()}
     for sample in samples.values():
         assert not sample.supervised[sample.input_ids == FIRST_TOKEN].any()

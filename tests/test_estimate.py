@@ -36,6 +36,11 @@ def _shape(target: Anatomy, vocab: int, **settings: object) -> DraftShape:
     return shape_for(config.Draft.model_validate(settings), target, (2, 16, 29), vocab)
 
 
+KIMI_LATENT = {
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
+
+
 def _run(**sections: dict) -> config.Run:
     given = {"target": {"model": "x"}, "data": {"sources": ["x.jsonl"]}}
     return config.build({name: given.get(name, {}) | sections.get(name, {}) for name in {*given, *sections}})
@@ -64,14 +69,7 @@ def test_parameters_are_those_of_a_draft_that_is_built(settings: dict) -> None:
 
 def test_parameters_of_a_draft_with_mla() -> None:
     """In the sizes of Kimi-K2.5; values narrower than keys cost less attention too."""
-    latent = {
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    }
-    target = anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v3", "num_key_value_heads": 32})
+    target = anatomy_of({**LLAMA, **KIMI_LATENT, "model_type": "deepseek_v3", "num_key_value_heads": 32})
     shape = _shape(target, 32000, attention="mla", num_layers=2)
     assert (shape.num_heads, shape.head_dim, shape.value_dim) == (32, 192, 128)
     with torch.device("meta"):
@@ -79,7 +77,7 @@ def test_parameters_of_a_draft_with_mla() -> None:
     assert draft.parameters(shape).total == sum(p.numel() for p in built.parameters())
     longer = (draft.training_cost(shape, 1, length).live for length in (2048, 1024))
     assert next(longer) - next(longer) == 3 * 2 * 32 * (192 + 128) * 1024
-    lite = anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v2", "q_lora_rank": None})
+    lite = anatomy_of({**LLAMA, **KIMI_LATENT, "model_type": "deepseek_v2", "q_lora_rank": None})
     with pytest.raises(UserError, match="no q_lora_rank"):
         _shape(lite, 32000, attention="mla")
 
@@ -95,15 +93,8 @@ def test_a_sliding_window_costs_what_is_seen_through_it() -> None:
 def test_a_sliding_window_needs_keys_as_wide_as_the_targets() -> None:
     with pytest.raises(UserError, match="keys are 512 wide, the target's 1024"):
         _shape(anatomy_of(LLAMA), 32000, sliding_window=512, num_kv_heads=4)
-    latent = {
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    }
     with pytest.raises(UserError, match=r"latent \(MLA\)"):
-        _shape(anatomy_of({**LLAMA, **latent, "model_type": "deepseek_v3"}), 32000, sliding_window=512)
+        _shape(anatomy_of({**LLAMA, **KIMI_LATENT, "model_type": "deepseek_v3"}), 32000, sliding_window=512)
 
 
 def test_a_draft_takes_the_window_that_all_layers_of_its_target_have() -> None:

@@ -14,6 +14,8 @@ from headstart import __version__
 from headstart.errors import HeadstartError, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headstart.config import Run
     from headstart.pipeline import Status
 
@@ -95,12 +97,9 @@ def run_all(file: RunFile, until: Annotated[str | None, typer.Option(help="stop 
     Example: headstart run run.toml --until capture
     """
     from headstart import pipeline
-    from headstart.config import load
 
     pipeline.check_verb(until)
-    run = load(file, settings or ())
-    pipeline.check(run, Path(run.directory), until)
-    run, root, events = _open(file, settings, quiet)
+    run, root, events = _open(file, settings, quiet, lambda run, root: pipeline.check(run, root, until))
     pipeline.execute_all(run, root, events, until)
     found = pipeline.status(run, root)
     if not as_json and all(stage.state == "fresh" for stage in found):
@@ -363,13 +362,18 @@ def demo(
     demonstration.run(size, directory, settings or [], quiet=quiet, as_json=as_json)
 
 
-def _open(file: Path, settings: list[str] | None, quiet: bool) -> tuple[Run, Path, Any]:
+def _open(
+    file: Path, settings: list[str] | None, quiet: bool, check: Callable[[Run, Path], None] | None = None
+) -> tuple[Run, Path, Any]:
+    """check: refuses before anything is written."""
     from headstart import pipeline, rundir
     from headstart.config import load
     from headstart.events import Events
 
     run = load(file, settings or ())
     root = Path(run.directory)
+    if check:
+        check(run, root)
     return run, root, Events(quiet=True) if pipeline.rank() else rundir.begin(run, root, quiet=quiet)
 
 

@@ -183,7 +183,7 @@ def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool 
 
 
 def check(run: Run, root: Path, until: str | None = None) -> None:
-    """Refuse what `execute_all` would refuse before its first stage, while nothing is written yet. Raises UserError."""
+    """Before any stage does work: refuse what a late one would refuse. Raises UserError."""
     wanted = {stage.verb for stage in _up_to(until)}
     if any(state.state != "fresh" for state in status(run, root) if state.verb in wanted):
         importlib.import_module("headstart.preflight").check(run)
@@ -196,15 +196,12 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
         StageFailed: a stage ended with a user error; names it, and no later stage is started.
         Exception: a stage has a bug; a note names the stage, and no later stage is started.
     """
-    checked = False
+    check(run, root, until)
     for stage in _up_to(until):
         state = next(item for item in status(run, root) if item.verb == stage.verb)
         if state.state == "fresh":
             events.say(f"{stage.verb}: fresh, skipped")
             continue
-        if not checked:  # before the first stage that does any work
-            importlib.import_module("headstart.preflight").check(run)
-            checked = True
         events.say(f"{stage.verb}: starting ({state.why})")
         try:
             execute(run, root, stage.verb, events)

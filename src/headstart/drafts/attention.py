@@ -102,13 +102,9 @@ def _forward_run(queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse
     rows, own, before = _spans_of(run)
     mine = queries[:, :, rows]
     groups = queries.shape[1] // keys.shape[1]
-    if run.reach is not None:
-        all_keys = (_spread(x[:, :, run.start : run.high], groups) for x in (keys, values))
-        out[:, :, rows], lse[:, :, rows] = _flash(mine, *all_keys, mask=_added(run, mine))
-        return
-    o, l = _flash(mine, *(_spread(x[:, :, own], groups) for x in (keys, values)), causal=True)
-    if run.low > run.start:
-        found = _flash(_stack(mine, groups), keys[:, :, before], values[:, :, before], causal=False)
+    o, l = _flash(mine, *(_spread(x[:, :, own], groups) for x in (keys, values)), **_own_mask(run, queries))
+    if before.stop > before.start:
+        found = _flash(_stack(mine, groups), keys[:, :, before], values[:, :, before])
         o, l = _merge(o, l, *(_unstack(x, groups) for x in found))
     out[:, :, rows], lse[:, :, rows] = o, l
 
@@ -119,36 +115,32 @@ def _backward_run(grad: Tensor, saved: tuple[Tensor, ...], into: tuple[Tensor, .
     rows, own, before = _spans_of(run)
     groups = queries.shape[1] // keys.shape[1]
     mine = tuple(x[:, :, rows] for x in (grad, queries, out, lse))
-    if run.reach is not None:
-        span = slice(run.start, run.high)
-        pair = tuple(_spread(x[:, :, span], groups) for x in (keys, values))
-        q, k, v = _flash_backward(mine, pair, mask=_added(run, queries))
-        gq[:, :, rows] += q
-        gk[:, :, span] += _fold(k, groups)
-        gv[:, :, span] += _fold(v, groups)
-        return
     pair = tuple(_spread(x[:, :, own], groups) for x in (keys, values))
-    q, k, v = _flash_backward(mine, pair, causal=True)
+    q, k, v = _flash_backward(mine, pair, **_own_mask(run, queries))
     gq[:, :, rows] += q
     gk[:, :, own] += _fold(k, groups)
     gv[:, :, own] += _fold(v, groups)
-    if run.low > run.start:
+    if before.stop > before.start:
         stacked = tuple(_stack(x, groups) for x in mine)
-        q, k, v = _flash_backward(stacked, (keys[:, :, before], values[:, :, before]), causal=False)
+        q, k, v = _flash_backward(stacked, (keys[:, :, before], values[:, :, before]))
         gq[:, :, rows] += _unstack(q, groups)
         gk[:, :, before] += k
         gv[:, :, before] += v
 
 
 def _spans_of(run: Run) -> tuple[slice, slice, slice]:
-    """Of a run: its queries, its own context rows (seen causally), and its document's rows before them (seen whole)."""
-    return slice(run.at, run.at + run.high - run.low), slice(run.low, run.high), slice(run.start, run.low)
+    """Of a run: its queries, its own context rows (seen causally), and its document's rows before them (seen whole; under a reach
+    none are, and all count as its own)."""
+    middle = run.low if run.reach is None else run.start
+    return slice(run.at, run.at + run.high - run.low), slice(middle, run.high), slice(run.start, middle)
 
 
-def _added(run: Run, like: Tensor) -> Tensor:
-    """`_seen`, as what is added to scores."""
+def _own_mask(run: Run, like: Tensor) -> dict[str, Any]:
+    """What `_flash` takes for a run's own rows: the causal mask, or under a reach what is added to scores."""
+    if run.reach is None:
+        return {"causal": True}
     seen = _seen(run, like.device)
-    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))
+    return {"mask": torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, float("-inf"))}
 
 
 def _stack(x: Tensor, groups: int) -> Tensor:

@@ -633,6 +633,10 @@ class Client:
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout) | {"said": ended.stderr}
 
+    def told(self, text: str) -> int:
+        """How many lines of its log begin with `text`."""
+        return sum(line.startswith(text) for line in self.log.read_text().splitlines())
+
     def happened(self, kind: str) -> list[str]:
         return [event["stage"] for event in events.read(self.root / "run" / "events.jsonl") if event["event"] == kind]
 
@@ -647,6 +651,7 @@ def test_a_whole_run_over_a_cut_connection_and_a_killed_client(sshd: Sshd, shell
     sshd.cut()
     wait_until(lambda: "connected with there again" in client.log.read_text())
     wait_until(lambda: "regenerate" in client.happened("stage-end"), 200)
+    wait_until(lambda: client.told("prepare: done") == 1)
     process.kill()
     process.wait()
     assert client.call("--status")["state"] in (
@@ -662,8 +667,7 @@ def test_a_whole_run_over_a_cut_connection_and_a_killed_client(sshd: Sshd, shell
     )  # each stage once: nothing began anew
     assert_fetched(Path(end["fetched"]["folder"]), client.root / "run")
     assert Path(end["fetched"]["folder"]) == client.folder / "runs" / "run@there"
-    log = client.log.read_text().splitlines()
-    assert len([line for line in log if line.startswith("prepare: done")]) == 1  # nothing was told twice, either
+    assert client.told("prepare: done") == 1  # nothing was told twice, either
     again = client.call()
     assert "it has finished on there" in again["said"]
     assert again["fetched"]["bytes"] == 0

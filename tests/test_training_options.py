@@ -229,7 +229,8 @@ def test_sigterm_saves_and_the_next_run_ends_in_the_same_bits(states: StateStore
 
 
 CHILD = """
-import sys, json
+import faulthandler, sys, json
+faulthandler.dump_traceback_later(200, exit=True)  # so that one which hangs says where, and ends
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,18 +238,17 @@ sys.path.insert(0, {tests!r})
 import torch
 from test_training import make_trainer
 from headstart.data.store import StateStore
+from headstart.processes import ended_at_once
 from headstart.training.distributed import world
 from headstart.training.loop import Trainer
 settings = json.loads({settings!r})
-def main():  # as in the product, what holds the process group is gone before Python ends: its threads abort the process else
-    with world("cpu") as joined:
-        trainer = make_trainer(StateStore(Path({states!r}), {{}}), Path({folder!r}), **settings)
-        trainer.world = joined
-        trainer.__post_init__()
-        progress = trainer.run()
-        if joined.main:
-            Path({folder!r}, "curves.json").write_text(json.dumps(progress.curves))
-main()
+with ended_at_once(), world("cpu") as joined:
+    trainer = make_trainer(StateStore(Path({states!r}), {{}}), Path({folder!r}), **settings)
+    trainer.world = joined
+    trainer.__post_init__()
+    progress = trainer.run()
+    if joined.main:
+        Path({folder!r}, "curves.json").write_text(json.dumps(progress.curves))
 """
 
 

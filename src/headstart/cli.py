@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headstart import __version__
+from headstart import __version__, processes
 from headstart.errors import HeadstartError, UserError
 
 if TYPE_CHECKING:
@@ -46,6 +46,11 @@ INTERRUPTED = 130  # what typer ends with on Ctrl-C, as shells do
 
 def main() -> None:
     """Run the command; errors that a person caused become short lines and exit code 2."""
+    with processes.ended_at_once():
+        _main()
+
+
+def _main() -> None:
     try:
         app()
     except SystemExit as end:
@@ -366,7 +371,7 @@ def _open(
     file: Path, settings: list[str] | None, quiet: bool, check: Callable[[Run, Path], None] | None = None
 ) -> tuple[Run, Path, Any]:
     """check: refuses before anything is written."""
-    from headstart import pipeline, rundir
+    from headstart import rundir
     from headstart.config import load
     from headstart.events import Events
 
@@ -374,7 +379,7 @@ def _open(
     root = Path(run.directory)
     if check:
         check(run, root)
-    return run, root, Events(quiet=True) if pipeline.rank() else rundir.begin(run, root, quiet=quiet)
+    return run, root, Events(quiet=True) if processes.rank() else rundir.begin(run, root, quiet=quiet)
 
 
 def _locate(path: Path, settings: list[str] | None) -> tuple[Run, Path]:

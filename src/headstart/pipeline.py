@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headstart import artifact, files
+from headstart import artifact, files, processes
 from headstart.artifact import Artifact, Manifest
 from headstart.config import Run
 from headstart.errors import HeadstartError, StageFailed, UserError
@@ -148,7 +147,7 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact | None:
     _require_fresh(run, root, stage)
     context = Context(run, stage, root, events)
     events.emit("stage-start", stage=verb)
-    if rank():  # the first process of torchrun makes the artifact
+    if processes.rank():  # the first process of torchrun makes the artifact
         return _follow(module, context)
     context.verify_parents()
     module.run(context)
@@ -159,11 +158,6 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact | None:
     events.emit("stage-end", stage=verb, seconds=made.manifest.seconds, counts=made.counts)
     events.say(f"{verb}: done in {duration(made.manifest.seconds)}")
     return made
-
-
-def rank() -> int:
-    """The number of this process among those that torchrun started; 0 without it."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def _follow(module: Any, context: Context) -> Artifact | None:

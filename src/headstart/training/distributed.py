@@ -6,6 +6,7 @@ whole global batch, so that gradients summed over processes are those of one pro
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from headstart import processes
+
+# Buffers are constant here and not to be sent with every forward pass. Torch 2.13 renamed the option.
+_KNOWN = inspect.signature(DistributedDataParallel).parameters
+_NO_SYNC: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
 
 
 @dataclass(frozen=True)
@@ -62,27 +69,30 @@ class World:
             mesh = init_device_mesh(torch.device(self.device).type, (self.size,))
             fully_shard(module, mesh=mesh)  # in place
             return module
-        return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, **_NO_SYNC)
 
 
 @contextmanager
 def world(device: str) -> Iterator[World]:
     """The processes that torchrun started, joined; a world of one without it.
 
-    device: `cuda` becomes this process's own GPU (LOCAL_RANK).
+    device: `cuda` becomes this process's own GPU (LOCAL_RANK). Of several, the process is to end as in
+    `processes.ended_at_once`.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = processes.count()
     if size == 1:
         yield World(device=device)
         return
     if device.startswith("cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend)
     try:
         yield World(dist.get_rank(), size, device)
     finally:
-        dist.destroy_process_group()
+        if backend == "nccl":  # gloo's is never freed: `ended_at_once` says why
+            dist.destroy_process_group()
 
 
 @contextmanager

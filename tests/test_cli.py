@@ -260,7 +260,7 @@ def test_a_base_install_does_what_it_can_and_names_the_extra(file: Path, tmp_pat
         what, do = end.stderr.splitlines()
         assert what.startswith("error: ")
         assert what.endswith(" is not installed")
-        assert do == "  do: pip install 'headstart[train]'"
+        assert do == "  do: in the folder of headstart's sources: pip install -e '.[train]'"
 
 
 def test_extras_are_those_of_the_package() -> None:

@@ -413,8 +413,11 @@ def test_the_command_ends_with_2_and_names_the_stage(
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), "pip install 'headstart[train]'"),
-        (ModuleNotFoundError("No module named 'matplotlib.axes'", name="matplotlib.axes"), "headstart[report]"),
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "pip install -e '.[train]'"),
+        (
+            ModuleNotFoundError("No module named 'matplotlib.axes'", name="matplotlib.axes"),
+            "pip install -e '.[report]'",
+        ),
         (OSError(28, "No space left on device", "/data/file"), "no space is left on the disk of /data/file"),
     ],
 )

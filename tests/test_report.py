@@ -17,7 +17,7 @@ import pytest
 from headstart import artifact, config, files, pipeline
 from headstart.config import Run
 from headstart.data import rows
-from headstart.errors import UserError
+from headstart.errors import UserError, install
 from headstart.events import Events
 from headstart.report import report, serving, words
 from headstart.report import verdict as verdicts
@@ -409,7 +409,7 @@ def test_library_that_is_not_installed(planted: Planted, monkeypatch: pytest.Mon
     with pytest.raises(UserError) as caught:
         report.write(planted.root)
     assert library in caught.value.what
-    assert caught.value.do == "pip install headstart[report]"
+    assert caught.value.do == install("report")
 
 
 # --- the sentences ---
@@ -480,6 +480,12 @@ def test_slower_on_a_gpu_does_not_blame_a_cpu(planted: Planted) -> None:
 def test_checking_together_slower_than_one_by_one(planted: Planted) -> None:
     rows_found = usual_rows(measured_speedup=0.2, costs=COSTS | {"verify_ratio": 5.1})
     assert "checking the tokens together takes longer here" in planted.whole(scores(rows_found)).said()
+
+
+def test_several_tokens_in_less_time_than_one_are_other_work_on_the_machine(planted: Planted) -> None:
+    rows_found = usual_rows(costs=COSTS | {"verify_ratio": 0.8})
+    assert "Take nothing from the times" in planted.whole(scores(rows_found)).said()
+    assert "Take nothing from the times" not in planted.whole(scores(usual_rows())).said()
 
 
 def test_little_and_few(planted: Planted) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headstart import __version__, processes
-from headstart.errors import HeadstartError, UserError
+from headstart.errors import HeadstartError, UserError, install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ def _told(error: Exception) -> HeadstartError | None:
     if isinstance(error, HeadstartError):
         return error
     if isinstance(error, ModuleNotFoundError) and (missing := (error.name or "").partition(".")[0]) in EXTRAS:
-        return UserError(f"{missing} is not installed", do=f"pip install 'headstart[{EXTRAS[missing]}]'")
+        return UserError(f"{missing} is not installed", do=install(EXTRAS[missing]))
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UserError(f"no file can have a name as long as {str(error.filename)[:40]}...")
     if _disk_is_full(error):
@@ -166,7 +166,7 @@ def status(file: Annotated[Path, typer.Argument(help="a run's TOML file or run d
            settings: Settings = None, as_json: Json = False) -> None:  # fmt: skip
     """What is fresh, stale (and why), interrupted or missing.
 
-    Example: headstart status runs/demo
+    Example: headstart status runs/demo-small
     """
     from headstart import pipeline
 
@@ -279,7 +279,7 @@ def report(
 ) -> None:
     """One self-contained report.html of a run, with plots and what the numbers mean.
 
-    Example: headstart report runs/demo
+    Example: headstart report runs/demo-small
     """
     from headstart.events import Events
     from headstart.report import report as reporting

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart import artifact, config, files, pipeline, rundir
-from headstart.errors import UserError
+from headstart.errors import UserError, install
 from headstart.events import Events, duration, times
 from headstart.report import report
 
@@ -65,7 +65,7 @@ def _check_installed() -> None:
     """The report is written last; that it cannot be drawn is said first."""
     for name in NEEDED:
         if find_spec(name) is None:
-            raise UserError(f"{name} is not installed", do="pip install 'headstart[train,report]'")
+            raise UserError(f"{name} is not installed", do=install("train,report"))
 
 
 def settings_for(size: str, directory: Path | None, overrides: list[str]) -> config.Run:

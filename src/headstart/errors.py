@@ -44,5 +44,10 @@ class StageFailed(HeadstartError):
     """A stage of a run ended with a user error; names the stage. Exit code 2."""
 
 
+def install(extras: str) -> str:
+    """What to do when an optional dependency is missing; extras: of pyproject.toml, e.g. `train,report`."""
+    return f"in the folder of headstart's sources: pip install -e '.[{extras}]'"
+
+
 def _rebuild(kind: type[HeadstartError], what: str, looked_for: str | None, do: str | None) -> HeadstartError:
     return kind(what, looked_for=looked_for, do=do)

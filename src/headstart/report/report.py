@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from headstart import files
-from headstart.errors import UserError
+from headstart.errors import UserError, install
 
 REPORT = "report.html"
 
@@ -34,6 +34,4 @@ def _part(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("headstart"):
             raise
-        raise UserError(
-            f"the report needs {error.name}, which is not installed", do="pip install headstart[report]"
-        ) from None
+        raise UserError(f"the report needs {error.name}, which is not installed", do=install("report")) from None

@@ -171,6 +171,11 @@ def _speed(numbers: Numbers) -> Iterator[str]:
         f"{verify + drafting:.2f} plain steps, and pays "
         f"when tau is above that. Tau is {row['tau']:.2f}: the modelled speed-up is {row['modelled_speedup']:.2f}."
     )
+    if verify < 1 - CLOSE:
+        yield (
+            "More tokens cannot take less time than one: something else ran on this machine meanwhile. "
+            "Take nothing from the times; tau does not depend on them."
+        )
     yield from _measured(row["modelled_speedup"], row["measured_speedup"])
     if row["measured_speedup"] < 1:
         yield f"Decoding with this draft is slower than without on this machine{_why_slow(numbers, verify, drafting)}"

@@ -15,7 +15,7 @@ from headstart import files
 from headstart.config import Train
 from headstart.drafts.rows import RowPlan
 from headstart.drafts.shape import DraftShape
-from headstart.errors import UserError
+from headstart.errors import UserError, install
 from headstart.events import Events
 from headstart.training.flops import step_flops
 
@@ -52,9 +52,7 @@ class _Hosted:
         try:
             self.library: Any = __import__(name)
         except ModuleNotFoundError:
-            raise UserError(
-                f"train.trackers names {name}, which is not installed", do=f"pip install 'headstart[{name}]'"
-            ) from None
+            raise UserError(f"train.trackers names {name}, which is not installed", do=install(name)) from None
         known = {"id": run_id, "dir": str(folder)} if name == "wandb" else {}  # trackio tells runs apart by name
         self.library.init(project="headstart", name=f"{folder.resolve().name}-{run_id}", resume="allow", **known)
 

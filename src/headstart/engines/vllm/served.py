@@ -5,6 +5,7 @@ One request at a time, greedy: nothing but the draft differs between two runs, a
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -75,7 +76,7 @@ def way_of(target: Target) -> Way:
     if release is None:
         raise UserError(
             f"evaluate.engine = 'vllm', but there is no vLLM in {target.python or 'this Python'}",
-            do="pip install 'headstart[vllm]', or set target.python to the Python that has it",
+            do=f"{target.python or sys.executable} -m pip install vllm; or set target.python to a Python that has it",
         )
     folder = resolve(target.model, target.revision, weights=False)
     shape, device = anatomy.inspect(folder), device_of(target, release)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,6 @@ def _installed(target: Target) -> Release:
         raise UserError(
             "target.engine = 'vllm', but there is no vLLM here",
             looked_for=f"the package vllm in the environment of {target.python or 'this Python'}",
-            do="pip install 'headstart[vllm]', or set target.python to the Python that has it",
+            do=f"{target.python or sys.executable} -m pip install vllm; or set target.python to a Python that has it",
         )
     return release

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ from headstart.errors import UserError
 from headstart.target.anatomy import Anatomy, anatomy_of, inspect
 from headstart.target.defaults import DEFAULTS
 from headstart.target.tokenizer_files import TokenizerFiles
+from headstart.training.shape import latent_of
+
+SMALL = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 512}
 
 REAL = Path(__file__).parent / "configs" / "targets"
 COLLECTED = Path(__file__).parents[2] / "shared" / "configs" / "targets"  # these and more
@@ -287,6 +291,29 @@ def test_what_is_not_known_is_said_to_be_unknown() -> None:
     unknown = {fact for fact, evidence in found.evidence.items() if "unknown" in evidence}
     assert {"norm", "rms_norm_eps", "rope_theta", "tied_head", "dtype", "architecture", "eos_ids"} <= unknown
     assert (found.rms_norm_eps, found.tied_head, found.dtype, found.eos_ids) == (None, None, None, ())
+
+
+@pytest.mark.parametrize("name", ["q_lora_rank", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank"])
+def test_a_size_of_the_wrong_kind_is_named_with_its_value(name: str) -> None:
+    sizes = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    for value in ("24", 2.5, True, [8], 0):
+        found = anatomy_of({**SMALL, "model_type": "deepseek_v2", **sizes, name: value})
+        fact = "mla" if name == "kv_lora_rank" else "latent_sizes"
+        assert f"{name} = {value!r}, which is not a whole number above 0" in found.evidence[fact]
+        with pytest.raises(UserError, match=re.escape(f"{name} = {value!r}")):
+            latent_of(found)
+    missing = anatomy_of({**SMALL, "model_type": "deepseek_v2", **sizes, name: None})
+    with pytest.raises(UserError, match=f"no {name}"):
+        latent_of(missing)
+
+
+def test_a_needed_size_of_the_wrong_kind_is_named() -> None:
+    with pytest.raises(
+        UserError, match="num_heads is unknown: num_attention_heads = 'abc', which is not a whole number"
+    ):
+        anatomy_of({**SMALL, "num_attention_heads": "abc"}).required("num_heads")
+    with pytest.raises(UserError, match=r"num_heads is unknown\n"):
+        anatomy_of({**SMALL, "num_attention_heads": None}).required("num_heads")
 
 
 def test_an_explicit_null_is_not_the_default() -> None:

@@ -307,3 +307,16 @@ def test_a_refused_run_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
     )
     refused("run", "run.toml", "-s", "draft.head_dim=15", folder=tmp_path)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_target_that_transformers_rejects_is_told_in_lines(tmp_path: Path) -> None:
+    target = save_tokenizer(save_llama(tmp_path / "target"))
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "rope_parameters": [1]}))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Why?"}\n{"prompt": "How?"}\n')
+    (tmp_path / "run.toml").write_text(
+        f'[target]\nmodel = "{target}"\n[data]\nsources = ["a.jsonl"]\nmax_length = 256\n'
+    )
+    (said, *_) = refused("prepare", "run.toml", "-q", folder=tmp_path)
+    assert str(target) in said
+    assert "rope_parameters" in said

@@ -123,6 +123,46 @@ def test_a_model_without_a_language_head_is_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": "abc"}, "'num_attention_heads': .*expected int"),
+        ({"rope_parameters": [1]}, "'rope_parameters': .*"),
+        ({"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}}, "KeyError: 'nope'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}}, "TypeError: "),
+        ({"hidden_act": "blah"}, "KeyError: 'blah'"),
+        ({"model_type": "newcomer"}, "model type `newcomer`"),
+        ({"model_type": ["llama"]}, "unhashable"),
+        ({"quantization_config": [1]}, "'list' object"),
+    ],
+)
+def test_what_transformers_rejects_is_a_clear_error(llama: Path, tmp_path: Path, changes: dict, said: str) -> None:
+    """Whatever it raises; its own first line is told, and where it goes on after a colon, the second."""
+    changed(llama, tmp_path, changes)
+    with pytest.raises(UserError, match=f"cannot load {tmp_path}: .*{said}") as raised:
+        opened(tmp_path)
+    assert "config.json" in str(raised.value.looked_for)
+    assert raised.value.do
+
+
+@pytest.mark.parametrize("value", [[1], "a"])
+def test_a_text_model_that_is_no_object(llama: Path, tmp_path: Path, value: object) -> None:
+    changed(llama, tmp_path, {"text_config": value})
+    with pytest.raises(UserError, match="for its text model"):
+        opened(tmp_path)
+
+
+def test_a_target_without_architectures_opens_all_the_same(llama: Path, tmp_path: Path) -> None:
+    changed(llama, tmp_path, {"architectures": None})
+    opened(tmp_path)
+
+
+def changed(llama: Path, folder: Path, changes: dict) -> None:
+    """The weights of `llama` with other values in config.json."""
+    (folder / "model.safetensors").symlink_to(llama / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(json.loads((llama / "config.json").read_text()) | changes))
+
+
 def test_devices_that_are_not_here(llama: Path) -> None:
     for device in ("cuda:77", "toaster"):
         with pytest.raises(UserError, match="cannot be used"):

@@ -356,8 +356,10 @@ def learn(root: Path) -> None:
 def test_served_with_a_fault(root: Path, fake: FakeVllm) -> None:
     """The engine takes other layers than the draft was trained on."""
     learn(root)
+    low = [1, 2, 3]
+    inner = {LAYER_IDS: low, "layer_ids": low}
     fake.spoil = lambda folder: files.write_json(
-        folder / CONFIG, files.read_json(folder / CONFIG) | {LAYER_IDS: [1, 2, 3]}
+        folder / CONFIG, files.read_json(folder / CONFIG) | {LAYER_IDS: low, "eagle_config": inner}
     )
     events = Events(root / "events.jsonl", quiet=True)
     evaluate.run(context_for(root, "evaluate.engine=vllm", events=events))

@@ -18,7 +18,7 @@ from headstart import pipeline
 from headstart.artifact import create, open_artifact
 from headstart.drafts import checkpoint
 from headstart.drafts.eagle3 import Eagle3
-from headstart.errors import GateError
+from headstart.errors import GateError, UserError
 from headstart.events import Events
 from headstart.formats import tensors, vllm
 from headstart.formats.common import ExportFacts
@@ -143,3 +143,29 @@ def test_the_text_model_of_any_wrapper_is_found(tmp_path: Path) -> None:
     facts = target_facts(run)
     assert (facts.architectures, facts.target_type) == (("Wrapper",), "qwen2")
     assert (facts.bos_id, facts.eos_ids) == (3, (5, 7))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eos_token_id": "</s>"}, "eos_token_id = '</s>'"),
+        ({"eos_token_id": [2, None]}, r"eos_token_id = \[2, None\]"),
+        ({"bos_token_id": {}}, "bos_token_id = {}"),
+        ({"architectures": [3]}, r"architectures = \[3\]"),
+        ({"model_type": 5}, "model_type = 5"),
+        ({"model_type": None}, "model_type = None"),
+    ],
+)
+def test_facts_of_the_wrong_kind_are_named(tmp_path: Path, changes: dict, said: str) -> None:
+    target = save_llama(tmp_path / "target")
+    change_config(target, **changes)
+    run = settings.build({"target": {"model": str(target)}, "data": {"sources": ["none.jsonl"]}})
+    with pytest.raises(UserError, match=rf"config\.json has {said}"):
+        target_facts(run)
+
+
+def test_facts_that_a_target_lacks(tmp_path: Path) -> None:
+    target = save_llama(tmp_path / "target")
+    change_config(target, architectures=None, eos_token_id=None, bos_token_id=None)
+    facts = target_facts(settings.build({"target": {"model": str(target)}, "data": {"sources": ["none.jsonl"]}}))
+    assert (facts.architectures, facts.eos_ids, facts.bos_id) == ((), (), None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +33,7 @@ from headstart.drafts import checkpoint
 from headstart.errors import UserError
 from headstart.formats import common, speculators, tensors, vllm
 from headstart.stages import export
+from headstart.target.spellings import LATENT
 
 
 @pytest.fixture(params=FORMATS)
@@ -77,11 +80,27 @@ def test_a_draft_with_mla_has_the_names_of_deepseek(tmp_path: Path) -> None:
     assert (config.model_type, sizes) == ("deepseek_v2", (24, 32, 12, 8, 16))
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_scaling"),
-        ({"index_topk": 8}, "index_topk"),
+        ({"rope_parameters": {**YARN, "factor": 4.0}}, r"rope_parameters\.factor = 4\.0"),
+        ({"rope_scaling": {**YARN, "factor": 40, "mscale": 0.707}}, r"rope_scaling\.factor = 40"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"rope_scaling\.attention_factor = 1\.2"),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 128}},
+            r"original_max_position_embeddings = 128",
+        ),
+        ({"rope_scaling": {**YARN, "mscale_all_dim": "1"}}, r"rope_scaling\.mscale_all_dim = '1'"),
+        ({"rope_scaling": {**YARN, "rope_theta": 5e5}}, r"several bases: 10000\.0, 500000\.0"),
+        ({"rope_interleave": False}, "rope_interleave = False"),
+        ({"n_routed_experts": 64}, "n_routed_experts = 64"),
+        ({"n_routed_experts": 64, "first_k_dense_replace": 0}, "n_routed_experts = 64"),
+        ({"n_routed_experts": 64, "first_k_dense_replace": "1"}, "first_k_dense_replace = '1'"),
+        ({"kv_lora_rank": "32"}, "kv_lora_rank = '32'"),
+        ({"index_topk": 8}, "index_topk = 8"),
         ({"v_head_dim": 24}, "wider than its keys"),
         ({"qk_rope_head_dim": None}, "qk_rope_head_dim = None"),
         ({"model_type": "llama"}, "model_type"),
@@ -92,6 +111,29 @@ def test_mla_of_other_kinds_is_refused(tmp_path: Path, changes: dict, said: str)
     change_config(tmp_path, **changes)
     with pytest.raises(UserError, match=said):
         vllm.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": None},
+        {"rope_parameters": {}, "rope_scaling": {"type": "linear", "factor": 1}},
+        {"rope_scaling": {**YARN, "factor": 1, "mscale": 0.707, "mscale_all_dim": 0, "attention_factor": None}},
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 512, "beta_fast": 1, "truncate": False}},
+        {"rope_interleave": True, "model_type": "deepseek_v3"},
+        {"n_routed_experts": None},
+        {"n_routed_experts": 0, "first_k_dense_replace": 0},
+        {"n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1},
+        {"n_routed_experts": 256, "model_type": "deepseek_v3"},
+        {"index_topk": None, "quantization_config": None, "head_dim": 8, "num_key_value_heads": 1},
+    ],
+)
+def test_mla_fields_without_effect_are_read(tmp_path: Path, changes: dict) -> None:
+    """`test_ttt` compares the numbers with Transformers' where a scale of yarn or the layout of positions is told."""
+    draft = random_draft(**LATENT_DRAFTS["mla"])
+    vllm.write(tmp_path, draft, FACTS)
+    change_config(tmp_path, **changes)
+    assert vllm.read(tmp_path)[0] == draft.shape
 
 
 def read_back(tmp_path: Path, form: ModuleType, changes: dict) -> None:
@@ -287,7 +329,35 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, form: ModuleType, damage: C
         ({"hidden_size": None}, "hidden_size"),
         ({"attention_bias": True}, "attention_bias"),
         ({"norm_before_fc": True}, "norm_before_fc"),
-        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_scaling"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"qkv_bias": True}, "qkv_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"is_causal": False}, "is_causal = False"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
+        ({"logit_scale": 0.5}, r"logit_scale = 0\.5"),
+        ({"residual_multiplier": 0.2}, r"residual_multiplier = 0\.2"),
+        ({"attention_multiplier": 0.1}, r"attention_multiplier = 0\.1"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
+        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
+        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, r"rope_scaling\.factor = None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling\.factor = 8\.0"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 1.0}}, r"rope_scaling\.rope_type = 'dynamic'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, r"rope_scaling\.mrope_section = \[2, 3, 3\]"),
+        ({"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 1}}, r"rope_scaling\.type = 'default'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"rope_parameters\.partial_rot"),
+        ({"rope_theta": 5e5}, r"several bases: 10000\.0, 500000\.0"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "default"}},
+            "several bases",
+        ),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({"head_dim": 15}, "width of 15"),
+        ({"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "num_attention_heads = 3"),
+        ({"eagle_aux_hidden_state_layer_ids": [3, 2, 4]}, "rising"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, "in other places"),
+        ({"num_hidden_layers": 200_000}, "too few for the 200000 layers"),
+        ({"kv_lora_rank": None, "model_type": "deepseek_v2"}, "kv_lora_rank = None"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window is None"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 0}, "sliding_window is 0"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8.5}, "sliding_window is 8.5"),
@@ -301,6 +371,130 @@ def test_a_draft_that_ours_is_not_is_refused(tmp_path: Path, changes: dict, said
     change_config(tmp_path, **changes)
     with pytest.raises(UserError, match=said):
         vllm.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_scaling": {}},
+        {"rope_scaling": {"type": "default"}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 1, "low_freq_factor": 1, "high_freq_factor": 4}},
+        {"rope_parameters": None, "rope_theta": None},
+        {"logit_scale": 1, "residual_multiplier": 1.0, "attention_multiplier": 0.25, "query_pre_attn_scalar": 16},
+        {"final_logit_softcapping": None, "quantization_config": None, "attention_bias": None, "is_causal": True},
+        {"hidden_act": "swish", "kv_lora_rank": None, "eagle_config": None, "attention_dropout": 0.1},
+        {"num_experts": 128, "sliding_window": 512, "use_sliding_window": False, "pretraining_tp": 1},
+    ],
+)
+def test_fields_without_effect_are_read(tmp_path: Path, form: ModuleType, changes: dict) -> None:
+    draft = random_draft()
+    form.write(tmp_path, draft, FACTS)
+    config = read_config(tmp_path)
+    config.get("transformer_layer_config", config).update(changes)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert form.read(tmp_path)[0] == draft.shape
+
+
+VALUES: list[Any] = [None, True, "1", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, 10**30, float("nan"), float("inf"), "yarn"]
+ROPES = ("rope_parameters", "rope_scaling")
+COUNTS = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+NEEDED = (*COUNTS, "rms_norm_eps", "max_position_embeddings")
+SWITCHES = ("norm_before_residual", "fc_norm", "norm_output", "norm_before_fc", "attention_bias", "mlp_bias", "bias")
+READ = {
+    "vllm": (*ROPES, "eagle_config", "norm_before_fc", "bias", "logit_scale", "is_causal", "sliding_window"),
+    "mla": (*ROPES, *LATENT.values(), "rope_interleave", "n_routed_experts", "first_k_dense_replace", "index_topk"),
+    "speculators": (*ROPES, "eagle_config"),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_no_value_of_any_field_ends_in_a_traceback(tmp_path: Path, kind: str) -> None:
+    """Every field that is written or looked for, and those one level down: of every kind, and missing."""
+    form = speculators if kind == "speculators" else vllm
+    form.write(tmp_path, random_draft(**(LATENT_DRAFTS["mla"] if kind == "mla" else {})), FACTS)
+    good = read_config(tmp_path)
+    inside = ("transformer_layer_config",) if kind == "speculators" else ()
+    inner = good[inside[0]] if inside else good
+    paths = [(name,) for name in good] + [(*inside, name) for name in (*inner, *READ[kind])]
+    paths += [(*inside, part, name) for part in (*ROPES, "eagle_config") for name in _inside(inner, part)]
+    for path in dict.fromkeys(paths):
+        for value in (*VALUES, ...):
+            config = json.loads(json.dumps(good))
+            _put(config, path, value)
+            (tmp_path / "config.json").write_text(json.dumps(config))
+            with suppress(UserError):
+                form.read(tmp_path)
+
+
+@pytest.mark.parametrize("value", ["64", True, [1], {"a": 1}, None, -1, 2.5])
+def test_a_field_of_the_wrong_kind_is_named_with_its_value(tmp_path: Path, value: Any) -> None:
+    vllm.write(tmp_path, random_draft(), FACTS)
+    good = read_config(tmp_path)
+    for name in (
+        *NEEDED,
+        *SWITCHES,
+        "num_key_value_heads",
+        "head_dim",
+        "draft_vocab_size",
+        "target_hidden_size",
+        "rope_theta",
+    ):
+        optional = name not in NEEDED and value is None
+        fits = (name in SWITCHES and value is True) or (name in ("rms_norm_eps", "rope_theta") and value == 2.5)
+        if not optional and not fits:
+            (tmp_path / "config.json").write_text(json.dumps(good | {name: value}))
+            with pytest.raises(UserError, match=re.escape(f"{tmp_path / 'config.json'} has {name} = {value!r}")):
+                vllm.read(tmp_path)
+    for name in NEEDED:
+        (tmp_path / "config.json").write_text(json.dumps({key: good[key] for key in good if key != name}))
+        with pytest.raises(UserError, match=re.escape(f"{tmp_path / 'config.json'} has {name} = None")):
+            vllm.read(tmp_path)
+
+
+def _inside(config: dict, part: str) -> list[str]:
+    more = ["factor", "mscale", "type", "rope_theta", "attention_factor", "original_max_position_embeddings"]
+    return [*(config.get(part) or {}), *more]
+
+
+def _put(config: dict, path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        config = config.setdefault(name, {})
+    if value is ...:
+        config.pop(path[-1], None)
+    else:
+        config[path[-1]] = value
+
+
+@pytest.mark.parametrize("value", ["yarn", [1], 3, True])
+def test_what_stands_for_an_object_is_named(tmp_path: Path, value: Any) -> None:
+    vllm.write(tmp_path, random_draft(), FACTS)
+    for name in ("rope_parameters", "rope_scaling", "eagle_config"):
+        change_config(tmp_path, **{name: value})
+        with pytest.raises(UserError, match=re.escape(f"config.json has {name} = {value!r}")):
+            vllm.read(tmp_path)
+        change_config(tmp_path, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"hidden_size": "64"}, "shape.hidden_size = '64'"),
+        ({"num_layers": True}, "shape.num_layers = True"),
+        ({"aux_layers": 5}, "shape.aux_layers = 5"),
+        ({"latent": {"q_rank": "24"}}, "shape.latent.q_rank = '24'"),
+        ({"unknown": 1}, "shape.unknown = 1"),
+        (None, "shape = None"),
+    ],
+)
+def test_a_shape_of_ours_is_read_strictly(tmp_path: Path, content: dict | None, said: str) -> None:
+    checkpoint.save_shape(tmp_path, random_draft().shape, {})
+    raw = json.loads((tmp_path / "draft.json").read_text())
+    (tmp_path / "draft.json").write_text(json.dumps({"shape": content and raw["shape"] | content}))
+    with pytest.raises(UserError, match=re.escape(said)):
+        checkpoint.read_shape(tmp_path)
+    (tmp_path / "draft.json").write_text("[]")
+    with pytest.raises(UserError, match="holds a list"):
+        checkpoint.read_shape(tmp_path)
 
 
 def test_absent_fields_are_read_as_the_engine_reads_them(tmp_path: Path) -> None:

@@ -158,15 +158,24 @@ def forget_norms(found: dict[str, Any]) -> None:
         del found[f"fc_norm.{index}.weight"]
 
 
+def ids(*layers: int) -> dict[str, Any]:
+    """In each place of a config.json where an engine looks for them."""
+    return {LAYER_IDS: list(layers), "eagle_config": {LAYER_IDS: list(layers), "layer_ids": list(layers)}}
+
+
 PLANTED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any] | None, str]] = {
-    "ids too low": ({LAYER_IDS: [1, 2, 3]}, None, "layer ids one too low: 1, 2, 3 for 2, 3, 4"),
-    "ids too high": ({LAYER_IDS: [3, 4, 5]}, None, "layer ids one too high"),
+    "ids too low": (ids(1, 2, 3), None, "layer ids one too low: 1, 2, 3 for 2, 3, 4"),
+    "ids too high": (ids(3, 4, 5), None, "layer ids one too high"),
     "order": ({}, swap_states, "order 4, 3, 2"),
     "residual": ({"norm_before_residual": True}, None, "norm_before_residual = true instead of false"),
     "output": ({"norm_output": True}, None, "norm_output = true instead of false"),
     "fc norm": ({"fc_norm": False}, forget_norms, "fc_norm = false instead of true"),
     "vocabulary": ({}, forget_map, "draft ids taken for target ids"),
-    "rope": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, None, "RoPE theta 1,000,000"),
+    "rope": (
+        {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        None,
+        "RoPE theta 1,000,000",
+    ),
 }
 
 

@@ -188,6 +188,37 @@ def test_no_tokenizer_is_a_clear_error(tmp_path: Path):
         Template.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", "{}", "added_tokens"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', "'int' object"),
+        ("config.json", '{"model_type": ["llama"]}', "unhashable"),
+        (
+            "config.json",
+            '{"model_type": "llama", "num_attention_heads": "abc"}',
+            "'num_attention_heads': .*expected int",
+        ),
+        ("config.json", '{"model_type": "llama", "rope_parameters": "yarn"}', "'rope_parameters': .*with value 'yarn'"),
+        ("config.json", '{"model_type": "llama", "rope_parameters": {"rope_type": "yarn"}}', "'factor'"),
+    ],
+)
+def test_what_transformers_stumbles_over_is_a_clear_error(tmp_path: Path, file: str, content: str, said: str):
+    (save_tokenizer(tmp_path) / file).write_text(content)
+    with pytest.raises(UserError, match=f"the tokenizer in {tmp_path} cannot be loaded: .*{said}") as raised:
+        Template.load(tmp_path)
+    assert "Traceback" not in str(raised.value)
+    assert raised.value.do
+
+
+@pytest.mark.parametrize("ends", ['"x"', "{}", "true", '[2, "x"]'])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_ends_of_the_wrong_kind_are_named(tmp_path: Path, file: str, ends: str):
+    (save_tokenizer(tmp_path) / file).write_text(f'{{"eos_token_id": {ends}}}')
+    with pytest.raises(UserError, match=r"eos_token_id = |eos_token_id'"):
+        Template.load(tmp_path)
+
+
 def test_broken_generation_config_is_a_clear_error(tmp_path: Path):
     (save_tokenizer(tmp_path) / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
-from transformers import DeepseekV2Config
+from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2RotaryEmbedding
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 import fixtures_memory
 from headstart.data.store import normalizer_and_top1
@@ -105,27 +106,43 @@ def test_every_row_equals_step_by_step_decoding(backend: str, layers: int, flags
     assert compared >= brute > 20
 
 
-def test_latent_attention_is_that_of_deepseek() -> None:
-    """A second layer's attention, which reads the hidden state alone, against Transformers' DeepSeek-V2."""
+V2 = (DeepseekV2Config, DeepseekV2Attention, DeepseekV2RotaryEmbedding)
+V3 = (DeepseekV3Config, DeepseekV3Attention, DeepseekV3RotaryEmbedding)
+UNSTRETCHED = {"rope_type": "yarn", "factor": 1.0, "mscale": 0.707, "mscale_all_dim": 1.4, "beta_fast": 2}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "rope", "more", "equal"),
+    [
+        (V2, {"rope_type": "default"}, {}, True),
+        (V2, UNSTRETCHED, {}, True),
+        (V2, {**UNSTRETCHED, "factor": 4.0}, {}, False),
+        (V3, UNSTRETCHED, {"rope_interleave": True}, True),
+        (V3, {"rope_type": "default"}, {"rope_interleave": False}, False),
+    ],
+)
+def test_latent_attention_is_that_of_deepseek(theirs: tuple, rope: dict, more: dict, equal: bool) -> None:
+    """A second layer's attention, which reads the hidden state alone, against Transformers'. What makes it another function is
+    refused when a foreign draft is read (`formats.reading`)."""
     draft = make_draft(2, **LATENT, rope_theta=300.0)
     sizes = {"q_lora_rank": 20, "kv_lora_rank": 18, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10}
-    config = DeepseekV2Config(
-        hidden_size=32, num_attention_heads=4, num_key_value_heads=4, **sizes,
-        rope_parameters={"rope_type": "default", "rope_theta": 300.0}, attn_implementation="eager",
+    config = theirs[0](
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=4, **sizes, **more,
+        rope_parameters={**rope, "rope_theta": 300.0}, attn_implementation="eager",
     )  # fmt: skip
-    theirs = DeepseekV2Attention(config, layer_idx=0).double().eval()
-    theirs.load_state_dict(draft.layers[1].self_attn.state_dict())
-    for module in theirs.modules():
+    attention = theirs[1](config, layer_idx=0).double().eval()
+    attention.load_state_dict(draft.layers[1].self_attn.state_dict())
+    for module in attention.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = draft.shape.rms_norm_eps
     inputs, positions = torch.randn(9, 32, dtype=torch.float64), torch.arange(9)
     mask = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
-    turns = DeepseekV2RotaryEmbedding(config)(inputs[None], positions[None])
+    turns = theirs[2](config)(inputs[None], positions[None])
     ours = draft.layers[1].self_attn
     with torch.no_grad():
-        expected, _ = theirs(inputs[None], attention_mask=mask, position_embeddings=turns)
+        expected, _ = attention(inputs[None], attention_mask=mask, position_embeddings=turns)
         found = ours.result(_causal(ours.queries(inputs, positions), *ours.keys_values(inputs, positions)))
-    torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-5)  # their angles are float32
+    assert torch.allclose(found, expected[0], atol=1e-5, rtol=1e-5) is equal  # their angles are float32
 
 
 @pytest.mark.parametrize("window", [None, 64, 128])

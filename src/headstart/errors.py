@@ -49,5 +49,14 @@ def install(extras: str) -> str:
     return f"in the folder of headstart's sources: pip install -e '.[{extras}]'"
 
 
+def first_line(error: BaseException) -> str:
+    """What another library's error says, for one line of ours; a heading that only announces the next line takes that along."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = 2 if lines and lines[0].endswith(":") else 1
+    text = " ".join(lines[:count])
+    told = count == 2 or type(error) is Exception or isinstance(error, (OSError, ValueError, RuntimeError, ImportError))
+    return text if text and told else ": ".join(part for part in (type(error).__name__, text) if part)
+
+
 def _rebuild(kind: type[HeadstartError], what: str, looked_for: str | None, do: str | None) -> HeadstartError:
     return kind(what, looked_for=looked_for, do=do)

@@ -8,7 +8,7 @@ there the answer is what a server would have produced then: the content's own id
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +18,10 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
-from headstart import files
 from headstart.data.content import for_template, text_of
 from headstart.data.turns import Ids, Rendered, Turn, merge_turns
-from headstart.errors import GateError, UserError
+from headstart.errors import GateError, UserError, first_line
+from headstart.target.beside import read_optional
 from headstart.target.tokenizer_files import TokenizerFiles
 from headstart.types import Message
 
@@ -74,11 +74,11 @@ class Template:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:  # tokenizers has no other kind, and Transformers stumbles in its own ways
             raise UserError(
-                f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}",
-                looked_for="tokenizer.json, or a vocabulary that Transformers reads",
-                do="put the model's tokenizer files into its folder",
+                f"the tokenizer in {folder} cannot be loaded: {first_line(error)}",
+                looked_for="tokenizer.json, or a vocabulary that Transformers reads, and a config.json that it takes",
+                do="put the model's own tokenizer files and config.json into its folder",
             ) from error
         if not tokenizer.chat_template:  # older multimodal models keep it beside their processor, in chat_template.json
             tokenizer.chat_template = TokenizerFiles(folder).template[0]
@@ -190,7 +190,7 @@ class Template:
         except _BROKEN as error:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise TemplateRefused(
-                f"the chat template refused messages of roles {roles}: {_first_line(error)}"
+                f"the chat template refused messages of roles {roles}: {first_line(error)}"
             ) from error
 
     def _wants_parts(self) -> bool:
@@ -286,16 +286,17 @@ def _generation_ends(folder: Path) -> Ids:
 
 
 def _read_ends(path: Path) -> Ids:
-    if not path.exists():
-        return ()
-    try:
-        raw = files.read_json(path)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    for section in (raw, raw.get("text_config") or {}):
-        ends = _present(section.get("eos_token_id"))
-        if ends:
-            return ends
+    raw = read_optional(path.parent, path.name)
+    for section in (raw, raw.get("text_config")):
+        ends = section.get("eos_token_id") if isinstance(section, dict) else None
+        listed = ends if isinstance(ends, list) else [ends]
+        if ends is not None and not all(isinstance(one, int) and not isinstance(one, bool) for one in listed):
+            what = f"{path} has eos_token_id = {reprlib.repr(ends)}"
+            raise UserError(
+                what, looked_for="a token id, or a list of them", do="mend the file: the answers end with it"
+            )
+        if ids := _present(ends):
+            return ids
     return ()
 
 
@@ -315,7 +316,3 @@ def _common_suffix(first: Ids, second: Ids) -> Ids:
 def _in_parts(message: Message) -> Message:
     given, content = for_template(message), message.get("content")
     return {**given, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else given
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

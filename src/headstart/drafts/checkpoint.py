@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart import files
 from headstart.drafts.eagle3 import Eagle3
-from headstart.drafts.shape import DraftShape, LatentShape
+from headstart.drafts.shape import DraftShape
 from headstart.errors import UserError
+from headstart.target.beside import read_object
 from headstart.target.head import TargetHead
 
 SHAPE = "draft.json"
 TRAINED = "draft.safetensors"
 UNTRAINED = "untrained.safetensors"
 _VOCABULARY = "draft_to_target"
+_SHAPE = TypeAdapter(DraftShape)
 
 
 def save_weights(path: Path, draft: Eagle3) -> None:
@@ -71,14 +76,18 @@ def fill(draft: Eagle3, tensors: dict[str, Tensor]) -> None:
 
 
 def read_shape(folder: Path) -> tuple[DraftShape, dict[str, Any]]:
-    """The shape and the facts stored beside it."""
+    """The shape and the facts stored beside it. Raises UserError when they are not as `save_shape` wrote them."""
     try:
-        raw = files.read_json(folder / SHAPE)
-        shape = raw.pop("shape")
-        latent = LatentShape(**shape["latent"]) if shape.get("latent") else None
-        return DraftShape(**{**shape, "aux_layers": tuple(shape["aux_layers"]), "latent": latent}), raw
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"the draft in {folder} cannot be read: {error}", do="train again") from None
+        raw = read_object(folder / SHAPE)
+        shape = _SHAPE.validate_json(json.dumps(raw.pop("shape", None)))
+    except UserError as error:
+        raise UserError(error.what, do="train again") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, ("shape", *first["loc"])))
+        what = f"the draft in {folder} cannot be read: {SHAPE} has {place} = {reprlib.repr(first['input'])}: {first['msg']}"
+        raise UserError(what, do="train again") from None
+    return shape, raw
 
 
 def load_draft(folder: Path, head: TargetHead, *, untrained: bool = False) -> Eagle3:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+_STRICT = {"extra": "forbid", "strict": True}  # for `drafts.checkpoint`, which reads a shape from JSON
 
 
 @dataclass(frozen=True)
@@ -13,6 +16,7 @@ class LatentShape:
     query or key head without and with a position; the keys share one rope part. value: width of a value head.
     """
 
+    __pydantic_config__: ClassVar = _STRICT
     q_rank: int
     kv_rank: int
     nope: int
@@ -29,6 +33,7 @@ class DraftShape:
     nope + rope, and every query head has its own keys. `sliding_window`: the keys that a query sees at most, its own among them.
     """
 
+    __pydantic_config__: ClassVar = _STRICT
     hidden_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...]

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+)
+from transformers import __version__ as version
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from headstart.config import Target
-from headstart.errors import UserError
+from headstart.errors import UserError, first_line
 from headstart.target import families
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _AUTO = (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -55,17 +61,21 @@ def load_model(folder: Path, target: Target, device: torch.device, dtype: torch.
     Raises:
         UserError: it needs code of its own and may not run it, no class fits, a weight is missing, or loading fails.
     """
-    try:
-        with _quiet():
-            config = AutoConfig.from_pretrained(folder, **_trust(target))
-            _check_config(config, target)
-            model, report = _auto_class(config).from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, **_attention(config), **_trust(target)
-            )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise _explain(target, error) from error
+    with _quiet():
+        config = _from_folder(AutoConfig, folder, target)
+        _check_config(config, target)
+        asked = {"dtype": dtype, "output_loading_info": True, **_attention(config)}
+        model, report = _from_folder(_auto_class(config), folder, target, **asked)
     _check_whole(target, report)
     return model.to(device).eval().requires_grad_(False)
+
+
+def _from_folder(auto: Any, folder: Path, target: Target, **asked: Any) -> Any:
+    """`from_pretrained`, whose own code, and the model's, raise whatever a wrong value in a file makes them stumble over."""
+    try:
+        return auto.from_pretrained(folder, **asked, **_trust(target))
+    except Exception as error:
+        raise _explain(folder, target, error) from error
 
 
 def _trust(target: Target) -> dict[str, Any]:
@@ -86,6 +96,9 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 def _check_config(config: PreTrainedConfig, target: Target) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"{target.model} is an encoder-decoder; drafts are trained for decoder-only targets")
+    text = config.get_text_config(decoder=True)
+    if not isinstance(text, PreTrainedConfig):  # Transformers hands on whatever stands under `text_config` and its like
+        raise UserError(f"config.json of {target.model} has {text!r} for its text model", looked_for="an object")
 
 
 def _attention(config: PreTrainedConfig) -> dict[str, str]:
@@ -102,17 +115,18 @@ def _check_whole(target: Target, report: dict[str, Any]) -> None:
         raise UserError(f"the folder of {target.model} lacks {len(missing)} weights: {shown}", do="download it again")
 
 
-def _explain(target: Target, error: Exception) -> UserError:
-    if isinstance(error, UserError):
-        return error
+def _explain(folder: Path, target: Target, error: Exception) -> UserError:
     text = str(error)
     if "trust_remote_code" in text or "custom code" in text:
         return UserError(
             f"{target.model} can only be loaded by code that its folder ships",
             do="read that code, then set target.trust_remote_code = true",
         )
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return UserError(f"Transformers cannot load {target.model}: {lines[0] if lines else type(error).__name__}")
+    return UserError(
+        f"Transformers {version} cannot load {target.model}: {first_line(error)}",
+        looked_for=f"config.json and weights in {folder} that it knows",
+        do="mend or download the folder again; a newer model needs a newer Transformers, or target.engine = 'vllm'",
+    )
 
 
 @contextmanager

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from headstart import files
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.shape import DraftShape, LatentShape
 from headstart.errors import UserError
@@ -20,7 +17,6 @@ CONFIG = "config.json"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_TYPES, SLIDING = "layer_types", "sliding_attention"
 KV_RANK = LATENT["kv_rank"]  # tells a draft with MLA
-_LATENT_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 Config = dict[str, Any]
 
@@ -147,49 +143,6 @@ def draft_fields(shape: DraftShape) -> Config:
     }
 
 
-def shape_of(config: Mapping[str, Any], where: Path) -> DraftShape:
-    """The shape that a flat config describes; what may be absent gets the value that the engine gives it.
-
-    Raises:
-        UserError: a field that has no safe default is missing, or the draft does what ours do not.
-    """
-    _refuse_unknown(config, where)
-    hidden, heads = _number(config, "hidden_size", where), _number(config, "num_attention_heads", where)
-    latent = _latent(config, where)
-    vocabulary = _number(config, "vocab_size", where)
-    theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10000.0
-    return DraftShape(
-        hidden_size=hidden,
-        target_hidden_size=config.get("target_hidden_size") or hidden,
-        aux_layers=tuple(_layer_ids(config, where)),
-        num_layers=_number(config, "num_hidden_layers", where),
-        num_heads=heads,
-        num_kv_heads=heads if latent else config.get("num_key_value_heads") or heads,
-        head_dim=latent.nope + latent.rope if latent else config.get("head_dim") or hidden // heads,
-        intermediate_size=_number(config, "intermediate_size", where),
-        target_vocab_size=vocabulary,
-        draft_vocab_size=config.get("draft_vocab_size") or vocabulary,
-        rms_norm_eps=float(_number(config, "rms_norm_eps", where)),
-        rope_theta=float(theta),
-        max_positions=_number(config, "max_position_embeddings", where),
-        norm_before_residual=bool(config.get("norm_before_residual")),
-        fc_norm=bool(config.get("fc_norm")),
-        norm_output=bool(config.get("norm_output")),
-        latent=latent,
-        sliding_window=_window(config, where),
-    )
-
-
-def read_config(folder: Path) -> Config:
-    try:
-        config = files.read_json(folder / CONFIG)
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"{folder / CONFIG} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{folder / CONFIG} does not hold an object")
-    return config
-
-
 def nulls(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Dotted names of fields that are null, at any depth."""
     for key, value in config.items():
@@ -212,68 +165,3 @@ def window_fault(config: Mapping[str, Any]) -> str | None:
     if types[:1] == [SLIDING] and (not isinstance(width, int) or isinstance(width, bool) or width < 1):
         return f"{LAYER_TYPES} says {SLIDING}, and sliding_window is {width!r}"
     return None
-
-
-def _window(config: Mapping[str, Any], where: Path) -> int | None:
-    if fault := window_fault(config):
-        raise UserError(
-            f"the draft in {where} cannot be read: {fault}", looked_for="a plain Llama layer, or one with a window"
-        )
-    return config["sliding_window"] if SLIDING in (config.get(LAYER_TYPES) or ()) else None
-
-
-def _latent(config: Mapping[str, Any], where: Path) -> LatentShape | None:
-    if config.get(KV_RANK) is None:
-        return None
-    sizes = {name: _number(config, foreign, where) for name, foreign in LATENT.items()}
-    if _window(config, where) is not None:
-        raise UserError(f"the draft in {where} has MLA and a sliding window, which vLLM does not serve, nor headstart")
-    if sizes["value"] > sizes["nope"] + sizes["rope"]:
-        raise UserError(f"the draft in {where} has values wider than its keys, which headstart has no draft for")
-    return LatentShape(**sizes)
-
-
-def _refuse_unknown(config: Mapping[str, Any], where: Path) -> None:
-    """Settings that change what the draft computes, in ways that `Eagle3` has no switch for."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    eagle = config.get("eagle_config") or {}
-    strange = {
-        "model_type": config.get("model_type", "llama") not in (_LATENT_TYPES if KV_RANK in config else ("llama",)),
-        "index_topk": bool(config.get("index_topk")),
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "rope_scaling": not (
-            rope.get("rope_type", rope.get("type", "default")) == "default" or _stretches_nothing(rope)
-        ),
-        "attention_bias": bool(config.get("attention_bias")),
-        "mlp_bias": bool(config.get("mlp_bias")),
-        "norm_before_fc": bool(eagle.get("norm_before_fc", config.get("norm_before_fc"))),
-        "eagle_config.use_aux_hidden_state": eagle.get("use_aux_hidden_state", True) is not True,
-    }
-    for name, present in strange.items():
-        if present:
-            raise UserError(
-                f"the draft in {where} uses {name}, which headstart has no draft for",
-                looked_for="a plain Llama layer, or one with plain MLA",
-            )
-
-
-def _stretches_nothing(rope: Mapping[str, Any]) -> bool:
-    return rope.get("rope_type") == "yarn" and rope.get("factor") == 1 and rope.get("attention_factor", 1) == 1
-
-
-def _layer_ids(config: Mapping[str, Any], where: Path) -> list[int]:
-    ids = config.get(LAYER_IDS) or (config.get("eagle_config") or {}).get(LAYER_IDS)
-    if not ids:
-        raise UserError(
-            f"{where / CONFIG} does not say which states of the target the draft reads",
-            looked_for=LAYER_IDS,
-            do="add the ids it was trained with; engines would take 2, n//2, n-3",
-        )
-    return ids
-
-
-def _number(config: Mapping[str, Any], name: str, where: Path) -> Any:
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UserError(f"{where / CONFIG} has {name} = {value!r}", looked_for="a number")
-    return value

@@ -18,7 +18,7 @@ from headstart import files
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.shape import DraftShape
 from headstart.errors import UserError
-from headstart.formats import common, tensors, vllm
+from headstart.formats import common, fields, reading, tensors, vllm
 from headstart.formats.common import Config, ExportFacts
 
 VERSION = "0.9.0"
@@ -47,7 +47,7 @@ def write(folder: Path, draft: Eagle3, facts: ExportFacts) -> None:
 
 def read(folder: Path) -> tuple[DraftShape, dict[str, Tensor]]:
     """The shape, and the tensors under our names (see `tensors.inward`). Raises UserError when it is not whole."""
-    config = common.read_config(folder)
+    config = fields.read_config(folder)
     if config.get("speculators_model_type") != "eagle3":
         raise UserError(
             f"{folder} holds speculators_model_type {config.get('speculators_model_type')!r}",
@@ -58,7 +58,8 @@ def read(folder: Path) -> tuple[DraftShape, dict[str, Tensor]]:
             f"{folder / common.CONFIG} does not say {_RESIDUAL}",
             looked_for="true or false: vLLM takes true when it is absent, speculators false",
         )
-    shape = common.shape_of(_flat(config), folder)
+    fields.Fields(config, folder / common.CONFIG).part(_LAYER)
+    shape = reading.shape_of(_flat(config), folder)
     return shape, tensors.inward(folder, shape, _FIRST_LAYER)
 
 

@@ -59,6 +59,10 @@ def inward(folder: Path, shape: DraftShape, first_layer: str) -> dict[str, Tenso
         UserError: a tensor is missing, unknown or not as the config has it, or the vocabulary is impossible.
     """
     tensors = _load(folder / TENSORS)
+    if shape.num_layers > len(tensors):  # before so many are built
+        raise UserError(
+            f"{folder / TENSORS} has {len(tensors)} tensors, too few for the {shape.num_layers} layers of its config.json"
+        )
     found = {"draft_to_target": _vocabulary(tensors, shape, folder)}
     embed = tensors.pop(EMBED, None)
     if embed is not None:

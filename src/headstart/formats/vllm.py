@@ -18,7 +18,7 @@ from torch import Tensor
 from headstart import files
 from headstart.drafts.eagle3 import Eagle3
 from headstart.drafts.shape import DraftShape
-from headstart.formats import common, tensors
+from headstart.formats import common, fields, reading, tensors
 from headstart.formats.common import LAYER_IDS, Config, ExportFacts
 from headstart.formats.tensors import OFFSETS
 from headstart.target.spellings import LATENT
@@ -78,7 +78,7 @@ def write(folder: Path, draft: Eagle3, facts: ExportFacts) -> None:
 
 def read(folder: Path) -> tuple[DraftShape, dict[str, Tensor]]:
     """The shape, and the tensors under our names (see `tensors.inward`). Raises UserError when it is not whole."""
-    shape = common.shape_of(common.read_config(folder), folder)
+    shape = reading.shape_of(fields.read_config(folder), folder)
     official = any(name.startswith(f"{_OFFICIAL}.") for name in tensors.names_in(folder))
     return shape, tensors.inward(folder, shape, _OFFICIAL if official else _NUMBERED)
 

@@ -21,7 +21,7 @@ from headstart.drafts.eagle3 import DraftCache, Eagle3
 from headstart.engines.vllm import ladder, releases
 from headstart.engines.vllm.variables import SHIM
 from headstart.errors import GateError
-from headstart.formats import common, speculators, tensors, vllm
+from headstart.formats import fields, speculators, tensors, vllm
 from headstart.formats.common import ExportFacts
 from headstart.formats.facts import target_facts
 from headstart.pipeline import Context
@@ -116,7 +116,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _verdicts(name: str, folder: Path) -> dict[str, list[str]]:
     """What speaks against each version of vLLM in the table."""
-    config, names = common.read_config(folder), tensors.names_in(folder)
+    config, names = fields.read_config(folder), tensors.names_in(folder)
     return {version: FORMATS[name].check(config, version, names) for version in vllm.VERSIONS}
 
 

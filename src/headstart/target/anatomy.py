@@ -28,6 +28,7 @@ from headstart.target.spellings import (
     rope,
     tower_keys,
     type_of,
+    wrongly,
 )
 from headstart.target.tokenizer_files import TokenizerFiles
 
@@ -88,11 +89,16 @@ class Anatomy:
         value = getattr(self, name)
         if value is None:
             raise UserError(
-                f"the target's {name} is unknown",
+                f"the target's {name} is {self._unknown(name)}",
                 looked_for=f"in its config.json: {', '.join(SPELLINGS.get(name, (name,)))}",
                 do="headstart inspect shows what was found",
             )
         return value
+
+    def _unknown(self, name: str) -> str:
+        """`unknown`, with the value that is there and cannot be read."""
+        evidence = self.evidence.get(name, "")
+        return evidence if evidence.startswith("unknown: ") and " = " in evidence else "unknown"
 
 
 def inspect(path: Path) -> Anatomy:
@@ -189,17 +195,19 @@ def _logit_scale(view: View) -> tuple[float | None, str]:
 
 
 def _mla(view: View) -> tuple[bool, str]:
-    found = is_a(view.text.get("kv_lora_rank"), WHOLE)
-    return found, f"{view.prefix}kv_lora_rank" if found else "no kv_lora_rank"
+    value, name = view.text.get(LATENT["kv_rank"]), f"{view.prefix}{LATENT['kv_rank']}"
+    if is_a(value, WHOLE):
+        return True, name
+    return False, f"no {name}" if value is None else wrongly(name, value, WHOLE)
 
 
 def _latent_sizes(view: View) -> tuple[dict[str, int] | None, str]:
     if not _mla(view)[0]:
         return None, "no MLA"
-    sizes = {name: view.look((key,), WHOLE)[0] for name, key in LATENT.items()}
-    if missing := [LATENT[name] for name, value in sizes.items() if value is None]:
-        return None, f"unknown: no {view.prefix}{missing[0]}"
-    return sizes, f"{view.prefix}kv_lora_rank and the keys beside it"
+    found = {name: view.look((key,), WHOLE) for name, key in LATENT.items()}
+    if missing := [evidence for value, evidence in found.values() if value is None]:
+        return None, missing[0]
+    return {name: value for name, (value, _) in found.items()}, f"{view.prefix}kv_lora_rank and the keys beside it"
 
 
 def _sliding_window(view: View) -> tuple[int | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -53,17 +54,15 @@ class View:
     def look(self, names: tuple[str, ...], kinds: tuple[type, ...], *, also_top: bool = False) -> tuple[Any, str]:
         """The first value of such a kind, and its key; then the default of the family, unless the text model says null."""
         places = [(self.prefix, self.text), *([("", self.top)] if also_top and self.prefix else [])]
-        for prefix, config in places:
-            for name in names:
-                if is_a(config.get(name), kinds):
-                    return config[name], f"{prefix}{name}"
-        return self._default(names)
-
-    def _default(self, names: tuple[str, ...]) -> tuple[Any, str]:
+        there = [(f"{prefix}{name}", config[name]) for prefix, config in places for name in names if name in config]
+        for place, value in there:
+            if is_a(value, kinds):
+                return value, place
         for name in names:
             if name not in self.text and self.defaults.get(name) is not None:
                 return self.defaults[name], f"default of model_type {self.model_type}"
-        return None, f"unknown: no {', '.join(names)}"
+        wrong = next((wrongly(place, value, kinds) for place, value in there if value is not None), None)
+        return None, f"unknown: {wrong or 'no ' + ', '.join(names)}"
 
 
 def is_a(value: Any, kinds: tuple[type, ...]) -> bool:
@@ -71,6 +70,12 @@ def is_a(value: Any, kinds: tuple[type, ...]) -> bool:
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, kinds) and (value > 0 if isinstance(value, NUMBER) else True)
+
+
+def wrongly(place: str, value: Any, kinds: tuple[type, ...]) -> str:
+    """Says that a value cannot be what it is read as."""
+    wanted = {WHOLE: "a whole number above 0", NUMBER: "a number above 0", (bool,): "true or false", (str,): "a name"}
+    return f"{place} = {reprlib.repr(value)}, which is not {wanted[kinds]}"
 
 
 def type_of(config: Config) -> str | None:

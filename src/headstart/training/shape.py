@@ -91,7 +91,8 @@ def latent_of(target: Anatomy) -> LatentShape:
     """The target's sizes of MLA. Raises UserError when it has none, or such that no draft can have."""
     if not target.mla:
         raise UserError(
-            "draft.attention = 'mla', but the target has no multi-head latent attention",
+            "draft.attention = 'mla', but the target has no multi-head latent attention: "
+            + target.evidence.get("mla", "unknown"),
             looked_for="kv_lora_rank in its config.json",
             do="leave draft.attention out",
         )

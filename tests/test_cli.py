@@ -152,7 +152,7 @@ def test_a_misspelt_setting_gets_its_suggestion(file: Path) -> None:
 
 def test_evaluate_takes_an_engine(file: Path) -> None:
     (wrong, *_) = refused("evaluate", file, "--engine", "sglang")
-    assert "evaluate.engine = 'sglang'" in wrong
+    assert 'evaluate.engine = "sglang"' in wrong
     accepted = headstart("evaluate", file, "--engine", "vllm")
     assert "error: evaluate needs" in accepted.stderr
 

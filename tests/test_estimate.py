@@ -176,25 +176,25 @@ LOAD = hardware.Load(SPARSE, ranks=8, batch=256)
 
 
 def test_hardware_in_figures() -> None:
-    machine = hardware.parse("gpus=8, memory=141GB, prefill=40k", LOAD, free=2e12)
-    assert (machine.gpus, machine.memory, machine.disk, machine.prefill) == (8, 141e9, 2e12, 40e3)
+    machine = hardware.parse("gpus=8, memory=141GB, prefill=40k", LOAD)
+    assert (machine.gpus, machine.memory, machine.disk, machine.prefill) == (8, 141e9, None, 40e3)
     assert machine.train == 40e3 * 64e9 / 8
     assert machine.assumed == ("decode", "single", "train")
-    assert hardware.parse("gpus=0,memory=24g,prefill=526,decode=175,disk=1e9", LOAD, 2e12).disk == 1e9
+    assert hardware.parse("gpus=0,memory=24g,prefill=526,decode=175,disk=1e9", LOAD).disk == 1e9
 
 
 def test_hardware_by_name() -> None:
     """What is not given follows from a GPU's data sheet, by shares of its peaks."""
-    machine = hardware.parse("8xH200, decode=5k", LOAD, free=2e12)
+    machine = hardware.parse("8xH200, decode=5k", LOAD)
     assert (machine.gpus, machine.memory, machine.decode) == (8, 141e9, 5e3)
     assert machine.prefill == pytest.approx(0.3 * 8 * 989e12 / 64e9)
     assert machine.train == 0.2 * 989e12
     assert machine.single == pytest.approx(0.4 * 8 * 4.8e12 / (600 * GB * 0.032))
     assert machine.assumed == ("prefill", "single", "train")
-    few = hardware.parse("8xH200", hardware.Load(SPARSE, ranks=8, batch=8), free=2e12)
-    many = hardware.parse("8xH200", LOAD, free=2e12)
+    few = hardware.parse("8xH200", hardware.Load(SPARSE, ranks=8, batch=8))
+    many = hardware.parse("8xH200", LOAD)
     assert few.decode < many.decode < many.prefill
-    assert hardware.parse("1xh200", hardware.Load(SPARSE, ranks=8), 1.0).train == machine.train
+    assert hardware.parse("1xh200", hardware.Load(SPARSE, ranks=8)).train == machine.train
 
 
 def test_a_step_reads_the_experts_that_it_meets() -> None:
@@ -224,7 +224,7 @@ def test_a_step_reads_the_experts_that_it_meets() -> None:
 ])  # fmt: skip
 def test_hardware_that_cannot_be_read(text: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        hardware.parse(text, LOAD, 1.0)
+        hardware.parse(text, LOAD)
 
 
 def test_what_fits_needs_no_advice() -> None:

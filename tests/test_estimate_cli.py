@@ -40,6 +40,8 @@ ttt_steps = 2
 [train]
 epochs = 1
 batch_tokens = 512
+[evaluate]
+prompts = ["chats.jsonl"]
 """
 
 
@@ -186,6 +188,63 @@ def test_large_sources_are_read_as_far_as_needed(tmp_path: Path, monkeypatch: py
     found, usable, _ = counting.look(both, Events(quiet=True))
     assert len(found) == 400  # the second file repeats the first one's beginning
     assert usable == pytest.approx(3000, rel=0.05)
+
+
+REFUSED = [
+    ("data.max_length=1024", "more than the target can read"),
+    ("evaluate.prompts=['none.jsonl']", "the prompt set none.jsonl"),
+    ("evaluate.prompts=['sharegpt']", "for training"),
+    ("data.decontaminate=['none.jsonl']", "none.jsonl does not exist"),
+    ("target.engine=vllm target.tensor_parallel=3", "does not divide the target's 4 attention heads"),
+    ("target.engine=vllm evaluate.temperatures=[0.5]", "are measured greedily"),
+    ("vocab.size=401", "larger than the target's vocabulary"),
+    ("train.attention_backend=flex", "no backward pass on a CPU"),
+    ("capture.aux_layers=[9]", "9 is not a boundary"),
+    ("draft.head_dim=15", "head_dim even"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED)
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_what_a_run_would_refuse_gets_no_hours(
+    run_file: Path, capsys: pytest.CaptureFixture[str], overrides: str, said: str, where: str
+) -> None:
+    arguments = [part for override in overrides.split() for part in ("-s", override)]
+    figures = ["--hardware", FIGURES] if where == "elsewhere" else []
+    with pytest.raises(UserError, match=said):
+        headstart(capsys, run_file, *figures, *arguments)
+
+
+def test_what_this_machine_lacks_counts_only_where_it_is_meant(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/no/compiler")
+    monkeypatch.setattr(machine, "room", lambda _: 1000)
+    gpu = ("-s", "target.device=cuda:7")
+    code, found = estimated(capsys, run_file, *gpu, "--hardware", "8xH200")
+    assert (code, found["fits"], found["machine"]["disk"]) == (0, True, None)
+    assert "free disk not known" in headstart(capsys, run_file, *gpu, "--hardware", "8xH200")[1]
+    serving = ("-s", "target.engine=vllm", "-s", "target.python=/no/python")
+    assert estimated(capsys, run_file, *serving, "--hardware", FIGURES)[0] == 0
+    assert estimated(capsys, run_file, "-s", "train.compile=true", "--hardware", FIGURES)[0] == 0
+    for settings, said in ((gpu, "cuda:7"), (serving, "/no/python"), (("-s", "train.compile=true"), "compiler")):
+        with pytest.raises(UserError, match=said):
+            headstart(capsys, run_file, *settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "figures", "said"),
+    [
+        ("cuda", FIGURES, "the machine of --hardware has no GPU"),
+        ("cuda:8", "8xH200", "the machine of --hardware has 8 GPUs"),
+        ("gpu", "8xH200", "target.device = 'gpu' cannot be used"),
+    ],
+)
+def test_a_device_that_the_other_machine_has_not(
+    run_file: Path, capsys: pytest.CaptureFixture[str], device: str, figures: str, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        headstart(capsys, run_file, "--hardware", figures, "-s", f"target.device={device}")
 
 
 def test_what_cannot_be_estimated(

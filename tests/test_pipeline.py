@@ -239,7 +239,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for verb in ALL:
         put(monkeypatch, verb, stage(verb))
     nothing = ModuleType("preflight")
-    nothing.check = lambda run: None  # type: ignore[attr-defined]
+    nothing.check = lambda run, root, verbs: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "headstart.preflight", nothing)
     return calls
 
@@ -422,7 +422,12 @@ def test_the_command_ends_with_2_and_names_the_stage(
     ],
 )
 def test_what_a_person_can_mend_is_told_without_a_traceback(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, expected: str
+    file: Path,
+    started: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    expected: str,
 ) -> None:
     def fail(context: Context) -> None:
         raise error
@@ -434,7 +439,7 @@ def test_what_a_person_can_mend_is_told_without_a_traceback(
     assert "Traceback" not in told
 
 
-def test_a_bug_keeps_its_traceback(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_keeps_its_traceback(file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(context: Context) -> None:
         raise ModuleNotFoundError("No module named 'headstart.nothing'", name="headstart.nothing")
 

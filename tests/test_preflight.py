@@ -11,7 +11,8 @@ from fixtures_models import save_llama, save_shallow
 from fixtures_text import save_tokenizer
 from headstart import config, pipeline
 from headstart.errors import UserError
-from headstart.events import Events
+
+ALL = pipeline.up_to(None)
 
 
 def run_for(root: Path, target: Path, *overrides: str) -> config.Run:
@@ -42,14 +43,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_starts(tmp_path: Path, target: Path, override: str, said: str) -> None:
     run = run_for(tmp_path, target, override)
     with pytest.raises(UserError, match=said):
-        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+        pipeline.begin(run, tmp_path / "run", ALL, quiet=True)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_draft_with_mla_needs_a_target_that_has_it(tmp_path: Path, target: Path) -> None:
     run = run_for(tmp_path, target, "draft.attention=mla", "export.formats=['vllm']")
     with pytest.raises(UserError, match="no multi-head latent attention"):
-        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+        pipeline.begin(run, tmp_path / "run", ALL, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +68,8 @@ def test_settings_that_mla_does_not_take(tmp_path: Path, target: Path, override:
 
 def test_flex_attention_is_refused_on_a_cpu(tmp_path: Path, target: Path) -> None:
     with pytest.raises(UserError, match="no backward pass on a CPU"):
-        pipeline.execute_all(
-            run_for(tmp_path, target, "train.attention_backend=flex", "target.device=cpu"),
-            tmp_path / "run",
-            Events(quiet=True),
+        pipeline.begin(
+            run_for(tmp_path, target, "train.attention_backend=flex", "target.device=cpu"), tmp_path / "run", ALL
         )
 
 
@@ -78,18 +77,18 @@ def test_a_compiled_training_needs_a_compiler(tmp_path: Path, target: Path, monk
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     run = run_for(tmp_path, target, "train.compile=true", "target.device=cpu")
     with pytest.raises(UserError, match=r"C\+\+ compiler"):
-        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+        pipeline.begin(run, tmp_path / "run", ALL, quiet=True)
 
 
 def test_heads_that_do_not_share_out_are_refused(tmp_path: Path, target: Path) -> None:
     run = run_for(tmp_path, target, "target.engine=vllm")
     run = run.model_copy(update={"target": run.target.model_copy(update={"tensor_parallel": 3})})
     with pytest.raises(UserError, match="does not divide the target's 4 attention heads"):
-        pipeline.execute_all(run, tmp_path / "run", Events(quiet=True))
+        pipeline.begin(run, tmp_path / "run", ALL, quiet=True)
 
 
 def test_a_shallow_target_is_refused_with_layers_that_fit(tmp_path: Path) -> None:
     """Case C30, before the answers are made."""
     shallow = save_tokenizer(save_shallow(tmp_path / "target"))
     with pytest.raises(UserError, match=r"capture\.aux_layers, for instance to \[1, 2, 3\]"):
-        pipeline.execute_all(run_for(tmp_path, shallow), tmp_path / "run", Events(quiet=True))
+        pipeline.begin(run_for(tmp_path, shallow), tmp_path / "run", ALL)

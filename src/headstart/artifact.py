@@ -169,6 +169,13 @@ def is_held(path: Path) -> bool:
     return lock is None
 
 
+def check_place(path: Path) -> None:
+    """Whether `create` could begin now. Raises UserError as it does."""
+    if is_held(path):
+        raise _held(path)
+    _refuse_foreign(path)
+
+
 def continues(path: Path, key: Mapping[str, Any]) -> bool:
     """Whether an attempt with this `work_key` would continue the work that a killed attempt left."""
     try:
@@ -271,6 +278,10 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _held(path: Path) -> UserError:
+    return UserError(f"another process is making {path}", do="wait for it, or end it")
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
@@ -280,7 +291,7 @@ def _locked(path: Path) -> Iterator[None]:
         what = f"cannot write into {path.parent}: {error.strerror}"
         raise UserError(what, do="set `directory` to a writable place") from None
     if lock is None:
-        raise UserError(f"another process is making {path}", do="wait for it, or end it")
+        raise _held(path)
     with lock:
         try:
             yield

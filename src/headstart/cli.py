@@ -14,8 +14,6 @@ from headstart import __version__, processes
 from headstart.errors import HeadstartError, UserError, install
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from headstart.config import Run
     from headstart.pipeline import Status
 
@@ -103,8 +101,9 @@ def run_all(file: RunFile, until: Annotated[str | None, typer.Option(help="stop 
     """
     from headstart import pipeline
 
-    pipeline.check_verb(until)
-    run, root, events = _open(file, settings, quiet, lambda run, root: pipeline.check(run, root, until))
+    verbs = pipeline.up_to(until)
+    run, root = _load(file, settings)
+    events = pipeline.begin(run, root, verbs, quiet=quiet)
     pipeline.execute_all(run, root, events, until)
     found = pipeline.status(run, root)
     if not as_json and all(stage.state == "fresh" for stage in found):
@@ -128,7 +127,8 @@ def _stage(verb: str, what: str) -> None:
 def _execute(verb: str, file: Path, settings: list[str], *, force: bool, quiet: bool, as_json: bool) -> None:
     from headstart import pipeline
 
-    run, root, events = _open(file, settings, quiet)
+    run, root = _load(file, settings)
+    events = pipeline.begin(run, root, [verb], force=force, quiet=quiet)
     made = pipeline.execute_one(run, root, verb, events, force=force)
     if as_json and made:
         print(json.dumps({"folder": str(made.path), "counts": made.counts, "facts": made.facts}, default=str))
@@ -367,29 +367,17 @@ def demo(
     demonstration.run(size, directory, settings or [], quiet=quiet, as_json=as_json)
 
 
-def _open(
-    file: Path, settings: list[str] | None, quiet: bool, check: Callable[[Run, Path], None] | None = None
-) -> tuple[Run, Path, Any]:
-    """check: refuses before anything is written."""
-    from headstart import rundir
+def _load(file: Path, settings: list[str] | None) -> tuple[Run, Path]:
     from headstart.config import load
-    from headstart.events import Events
 
     run = load(file, settings or ())
-    root = Path(run.directory)
-    if check:
-        check(run, root)
-    return run, root, Events(quiet=True) if processes.rank() else rundir.begin(run, root, quiet=quiet)
+    return run, Path(run.directory)
 
 
 def _locate(path: Path, settings: list[str] | None) -> tuple[Run, Path]:
     from headstart import rundir
-    from headstart.config import load
 
-    if path.is_dir():
-        return rundir.recorded(path, settings or ()), path
-    run = load(path, settings or ())
-    return run, Path(run.directory)
+    return (rundir.recorded(path, settings or ()), path) if path.is_dir() else _load(path, settings)
 
 
 def _existing(root: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -20,7 +20,7 @@ from headstart import files
 from headstart.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Temperature = Annotated[float, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -270,7 +270,10 @@ class Run(Section):
     @model_validator(mode="after")
     def _lengths_fit(self) -> Run:
         if self.data.max_prompt_tokens and self.data.max_prompt_tokens >= self.data.max_length:
-            raise ValueError("data.max_prompt_tokens must be below data.max_length, or no answer fits")
+            raise ValueError(
+                f"data.max_prompt_tokens = {self.data.max_prompt_tokens} must be below data.max_length = "
+                f"{self.data.max_length}, or no answer fits"
+            )
         return self
 
     @model_validator(mode="after")
@@ -297,6 +300,19 @@ class Run(Section):
         return self
 
 
+# The bound that a value breaks, by pydantic's name of the fault.
+_BOUNDS = {
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "finite_number": "finite",
+    "too_short": "at least {min_length}",
+}
+_SHOWN = 60  # characters of a value in a message
+_LISTING = "headstart config lists every setting"
+
+
 class SettingDoc(NamedTuple):
     """One line of `headstart config`."""
 
@@ -316,7 +332,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
         raw = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}", do="headstart config shows every setting") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise UserError(f"{path} is not TOML: {error}") from None
     raw.setdefault("directory", f"runs/{path.stem}")
     _anchor(raw, path.absolute().parent)
@@ -381,8 +397,8 @@ def _type_name(annotation: Any) -> str:
     if kind is tuple:
         return f"list of {_type_name(inner[0])}" if Ellipsis in inner else f"{len(inner)} {_type_name(inner[0])}s"
     if kind is dict:
-        return f"table of {_type_name(inner[1])}"
-    return annotation.__name__
+        return "table" if inner[1] is Any else f"table of {_type_name(inner[1])}"
+    return "true or false" if annotation is bool else annotation.__name__
 
 
 def _toml(value: Any) -> str:
@@ -392,7 +408,9 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
@@ -410,7 +428,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except ValueError:
         return text
 
 
@@ -420,18 +438,39 @@ def _explain(error: ValidationError) -> UserError:
     first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     if isinstance(first["input"], dict) and first["type"] == "literal_error":  # a word or a table: a table was given
         first = faults[min(1, len(faults) - 1)]
-    name = ".".join(str(part) for part in first["loc"] if part != "[key]" and "[" not in str(part))
-    listing = "headstart config lists every setting"
+    name = _name(first["loc"])
     if first["type"] == "extra_forbidden":
         near = _nearest(name)
-        return UserError(f"unknown setting {name}", do=f"did you mean {near}?" if near else listing)
+        return UserError(f"unknown setting {name}", do=f"did you mean {near}?" if near else _LISTING)
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
-        return UserError(f"the setting {name} is missing", do=listing)
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "tuple_type":
-        message = 'a list is needed, e.g. ["one", "two"]'
-    value = f" = {first['input']!r}" if name else ""
-    return UserError(f"{name}{value}: {message}" if name else message, do=listing)
+        return UserError(f"the setting {name} is missing", do=_LISTING)
+    if first["type"] == "missing":  # in a list that is too short
+        name = _name(first["loc"][:-1])
+    if first["type"] == "value_error":  # settings that do not go together: it names them
+        return UserError(first["msg"].removeprefix("Value error, "), do=_LISTING)
+    value = "" if first["loc"][-1] == "[key]" else f" = {_short(first['input'])}"
+    return UserError(f"{name}{value} is not allowed", looked_for=_allowed(first), do=_LISTING)
+
+
+def _name(place: Sequence[str | int]) -> str:
+    """`train.betas[1]`; what pydantic says of types between the keys is left out."""
+    keys = (part for part in place if part != "[key]" and "[" not in str(part))
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+
+
+def _short(value: Any) -> str:
+    text = _toml(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _allowed(fault: Mapping[str, Any]) -> str:
+    """The type of the setting as `headstart config` tells it, and the bound that was broken."""
+    place = fault["loc"]
+    documented = next((one.type for one in settings() if one.name in (place[0], ".".join(map(str, place[:2])))), None)
+    if documented is None:
+        return f"a section, [{place[0]}], with settings in it"
+    bound = _BOUNDS.get(fault["type"])
+    return f"{documented}, {bound.format(**fault.get('ctx', {}))}" if bound else documented
 
 
 def _nearest(name: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headstart import artifact, config, files, pipeline, rundir
+from headstart import artifact, config, files, pipeline
 from headstart.errors import UserError, install
 from headstart.events import Events, duration, times
 from headstart.report import report
@@ -44,7 +44,7 @@ def run(size: str, directory: Path | None, overrides: list[str], *, quiet: bool 
     settings = settings_for(size, directory, overrides)
     _check_installed()
     root = Path(settings.directory)
-    events = rundir.begin(settings, root, quiet=quiet)
+    events = pipeline.begin(settings, root, pipeline.up_to(None), quiet=quiet)
     pipeline.execute_all(settings, root, events)
     conclude(root, events, as_json=as_json)
 

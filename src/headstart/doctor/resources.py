@@ -52,12 +52,17 @@ def _smaller(states: States, free: int) -> str:
     return "; ".join([*options, f"set `directory` to a disk with {size(states.bytes)} free"])
 
 
-def check_gpus(weights: Weights, found: Sequence[Gpu], ranks: int | None, *, needed: bool) -> Check:
-    """Whether weights fit into the GPUs. ranks: tensor_parallel, all of them when None; needed: the run is to be here."""
+def check_gpus(
+    weights: Weights, found: Sequence[Gpu], ranks: int | None, *, needed: bool, instead: str | None = None
+) -> Check:
+    """Whether weights fit into the GPUs. ranks: tensor_parallel, all of them when None; needed: the run is to be here; instead:
+    what can be done where there is no GPU."""
     name, needs = "GPU memory", weights.bytes
     if not found:
-        verdict = "stop" if needed else "warn"
-        return Check(name, verdict, f"no GPU is seen here; the target has {weights.told}", _wanted(needs))
+        what = f"nvidia-smi shows no GPU here; the target has {weights.told}"
+        return Check(
+            name, "stop" if needed else "warn", what, "; on GPUs ".join(filter(None, (instead, _wanted(needs)))) or None
+        )
     count = ranks or len(found)
     if count > len(found):
         return Check(name, "stop", f"tensor parallel {count}, {len(found)} GPUs here", "set target.tensor_parallel")
@@ -74,7 +79,8 @@ def _wanted(weights: int | None, free: int | None = None) -> str | None:
     if weights is None:
         return None
     sizes = [free] if free else [80_000_000_000, 141_000_000_000]
-    fits = [f"{_ranks(weights, each)} GPUs with {size(each)} free" for each in sizes]
+    counts = ((_ranks(weights, each), size(each)) for each in sizes)
+    fits = [f"{count} GPU{'s' * (count > 1)} with {room} free" for count, room in counts]
     return f"a capture needs {', or '.join(fits)} (target.tensor_parallel)"
 
 

@@ -93,10 +93,15 @@ def _ends(anatomy: Anatomy) -> Check:
 
 
 def _remote_code(subject: Subject) -> Check:
-    what = "the model ships code of its own (auto_map), which is never run here"
-    run = subject.run
-    if run is not None and run.target.engine == "transformers" and not run.target.trust_remote_code:
-        return Check(
-            "remote code", "warn", what, "if loading asks for it: read it, then target.trust_remote_code = true"
-        )
-    return Check("remote code", "go", what)
+    """Whether it is needed shows only when model and tokenizer are loaded: engines know many such models by themselves."""
+    name, what = "remote code", "the model's folder ships Python code of its own (auto_map); doctor runs none of it"
+    if subject.run is None:
+        return Check(name, "go", f"{what}, and a run only with target.trust_remote_code = true")
+    if subject.run.target.trust_remote_code:
+        return Check(name, "go", f"{what}, the run may: target.trust_remote_code = true")
+    return Check(
+        name,
+        "warn",
+        f"{what}, nor does the run: it stops where model or tokenizer cannot be loaded without",
+        "if it stops: read the folder's .py files, and where you trust them set target.trust_remote_code = true",
+    )

@@ -37,15 +37,25 @@ def pick_device(name: str) -> torch.device:
     """`auto` is the first GPU where there is one, else the CPU. Raises UserError for a device that is not here."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = parse_device(name)
     try:
-        device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"target.device = {name!r} cannot be used: {reason}", do="auto, cpu, cuda, cuda:1, ..."
-        ) from None
+        raise _no_device(name, error) from None
     return device
+
+
+def parse_device(name: str) -> torch.device:
+    """The device of that name, be it here or not. Raises UserError for what names none."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise _no_device(name, error) from None
+
+
+def _no_device(name: str, error: Exception) -> UserError:
+    what = f"target.device = {name!r} cannot be used: {str(error).splitlines()[0]}"
+    return UserError(what, do="set it to auto, cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

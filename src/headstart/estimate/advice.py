@@ -18,9 +18,10 @@ USABLE = 0.9  # of a device's memory, as vLLM's gpu_memory_utilization
 def advice(subject: Subject, machine: Hardware, stages: list[Stage]) -> list[str]:
     """One line for each change that brings a stage that does not fit closer; none where all fit."""
     lines = []
-    if (needed := disk_needed(stages)) > machine.disk:
-        lines.append(f"disk: {size(round(needed))} needed, {size(round(machine.disk))} free")
-        lines += [f"  {line}" for line in _smaller(subject, machine)]
+    needed, free = disk_needed(stages), machine.disk
+    if free is not None and needed > free:
+        lines.append(f"disk: {size(round(needed))} needed, {size(round(free))} free")
+        lines += [f"  {line}" for line in _smaller(subject, machine, free)]
     for stage in stages:
         if stage.memory > USABLE * machine.memory:
             lines.append(
@@ -30,27 +31,27 @@ def advice(subject: Subject, machine: Hardware, stages: list[Stage]) -> list[str
     return lines
 
 
-def _smaller(subject: Subject, machine: Hardware) -> Iterator[str]:
+def _smaller(subject: Subject, machine: Hardware, free: float) -> Iterator[str]:
     """Changes of the states, which are nearly all of the disk."""
     layers, aux = subject.shape, subject.shape.aux_layers
     for dtype in ("bfloat16", "float8"):
         if subject.itemsize > BYTES[dtype]:
-            yield _would(f"capture.dtype = {dtype}", _with(subject, "capture", dtype=dtype), machine)
+            yield _would(f"capture.dtype = {dtype}", _with(subject, "capture", dtype=dtype), machine, free)
     if len(aux) > 2 and subject.anatomy.num_layers:
         fewer = suggest_boundaries(subject.anatomy.num_layers)[1:]
         shape = replace(layers, aux_layers=fewer)
-        yield _would(f"capture.aux_layers = {list(fewer)}", replace(subject, shape=shape), machine)
+        yield _would(f"capture.aux_layers = {list(fewer)}", replace(subject, shape=shape), machine, free)
     fixed = disk_needed(estimate(_scaled(subject, 0.0), machine))
     whole = disk_needed(estimate(subject, machine))
-    if machine.disk > fixed and whole > fixed:
-        share = 0.95 * (machine.disk - fixed) / (whole - fixed)
+    if free > fixed and whole > fixed:
+        share = 0.95 * (free - fixed) / (whole - fixed)
         number = int(subject.work.conversations * share)
-        yield _would(f"data.max_conversations = {number}", _scaled(subject, share), machine)
+        yield _would(f"data.max_conversations = {number}", _scaled(subject, share), machine, free)
 
 
-def _would(what: str, changed: Subject, machine: Hardware) -> str:
+def _would(what: str, changed: Subject, machine: Hardware, free: float) -> str:
     needed = disk_needed(estimate(changed, machine))
-    return f"{what}: {size(round(needed))}{'' if needed <= machine.disk else ', still too much alone'}"
+    return f"{what}: {size(round(needed))}{'' if needed <= free else ', still too much alone'}"
 
 
 def _lighter(stage: Stage, subject: Subject, machine: Hardware) -> str:

@@ -7,21 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from headstart import pipeline, preflight
 from headstart.config import Run
 from headstart.doctor import machine, subject
 from headstart.drafts.shape import DraftShape
-from headstart.engines.weights import pick_device
+from headstart.engines.weights import parse_device, pick_device
 from headstart.errors import UserError
 from headstart.estimate import advice, counting, hardware
 from headstart.estimate.estimate import Stage, Subject, disk_needed, estimate
 from headstart.estimate.hardware import Hardware
 from headstart.estimate.target import TargetCost, cost_of
 from headstart.events import Events, size
-from headstart.target.layers import check_boundaries
-from headstart.training.shape import shape_for
 
 LONGEST = 60.0  # seconds of loading after which a target is not measured unasked
-VOCABULARY = 32_000  # of a draft, where the settings name none
 
 
 @dataclass(frozen=True)
@@ -72,32 +70,30 @@ def examine(
     """Everything about the run in `file`. given: the figures of `--hardware`; None: this machine is measured.
 
     Raises:
-        UserError: settings, sources or figures that cannot be used, or a target that does not run here.
+        UserError: settings, sources or figures that cannot be used, or, where this machine is meant, a target that does not run
+            on it: what `headstart run` would refuse there.
     """
     found = subject.open_subject(file, settings)
     if found.run is None:
         raise UserError(f"{file} is no run", looked_for="a run's TOML file", do="headstart doctor takes a model alone")
-    room = machine.room(Path(found.run.directory))
-    run = _here(found.run) if given is None else _on(found.run, "cuda" if hardware.figures(given)["gpus"] else "cpu")
+    run = _here(found.run) if given is None else _there(found.run, int(hardware.figures(given)["gpus"]))
+    preflight.check_settings(run, found.anatomy, pipeline.BY_VERB)
     cost = cost_of(found, gpu=run.target.device != "cpu", dtype=run.target.dtype)
     if given is None:
         _refuse_too_large(found.name, cost, run)
-    layers = check_boundaries(run.capture.aux_layers, found.anatomy.required("num_layers"))
-    vocabulary = min(run.vocab.size or VOCABULARY, found.anatomy.required("vocab_size"))
-    shape = shape_for(run.draft, found.anatomy, layers, vocabulary)
+        preflight.check_machine(run, found.anatomy, pipeline.BY_VERB)
+    shape = preflight.draft_shape(run, found.anatomy)
     counted = counting.count(found.run, counting.template_of(run), events, answer_tokens)
     if given is None:
-        at = _measured(run, shape, counted, cost, room, events)
+        at = _measured(run, shape, counted, cost, events)
     else:
-        at = hardware.parse(given, hardware.Load(cost, run.target.tensor_parallel, run.regenerate.batch_size), room)
+        at = hardware.parse(given, hardware.Load(cost, run.target.tensor_parallel, run.regenerate.batch_size))
     whole = Subject(run, found.anatomy, shape, cost.weights, counted.work)
     stages = estimate(whole, at)
     return Estimate(found.name, cost, shape, counted, at, given is None, stages, advice.advice(whole, at, stages))
 
 
-def _measured(
-    run: Run, shape: DraftShape, counted: counting.Counted, cost: TargetCost, room: int, events: Events
-) -> Hardware:
+def _measured(run: Run, shape: DraftShape, counted: counting.Counted, cost: TargetCost, events: Events) -> Hardware:
     from headstart.estimate import measure  # noqa: PLC0415 (opens an engine; figures need none)
 
     if not counted.prompts:
@@ -109,12 +105,24 @@ def _measured(
     found = machine.gpus()
     memory = found[0].total if found and run.target.device != "cpu" else machine.memory_available() or 0
     events.say(f"measuring with {run.target.model} ({size(cost.weights)} of weights), about a minute")
+    room = machine.room(Path(run.directory))
     task = measure.Task(run, shape, counted.work, counted.prompts, cost.weights)
     return measure.measure(task, 0 if run.target.device == "cpu" else len(found), memory, room)
 
 
 def _here(run: Run) -> Run:
     return _on(run, "cpu" if pick_device(run.target.device).type == "cpu" else "cuda")
+
+
+def _there(run: Run, gpus: int) -> Run:
+    """As on a machine with so many GPUs. Raises UserError where it has not the device that is named."""
+    named = parse_device("cpu" if run.target.device == "auto" else run.target.device)
+    if named.type == "cuda" and (named.index or 0) >= gpus:
+        raise UserError(
+            f"target.device = {run.target.device!r}, and the machine of --hardware has {gpus or 'no'} GPU{'s' * (gpus > 1)}",
+            do="give the figures of another machine, or leave target.device out",
+        )
+    return _on(run, "cuda" if gpus else "cpu")
 
 
 def _on(run: Run, device: str) -> Run:

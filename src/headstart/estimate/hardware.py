@@ -37,7 +37,8 @@ _MOST_GPUS = 100_000
 
 @dataclass(frozen=True)
 class Hardware:
-    """gpus: 0 on a CPU. memory: bytes of one GPU, or of the machine without. disk: bytes free where the run will be.
+    """gpus: 0 on a CPU. memory: bytes of one GPU, or of the machine without. disk: bytes free where the run will be, None
+    where that is not known.
 
     prefill, decode, single: the target's tokens/s through the engine: of long inputs, of a full batch of answers (their prompts
     included), of one answer alone.
@@ -47,7 +48,7 @@ class Hardware:
 
     gpus: int
     memory: float
-    disk: float
+    disk: float | None
     prefill: float
     decode: float
     single: float
@@ -67,13 +68,13 @@ class Load:
     batch: int = 64
 
 
-def parse(text: str, load: Load, free: float) -> Hardware:
-    """The machine that `figures` describes. free: bytes on this machine's disk, for `disk` where that is not given."""
+def parse(text: str, load: Load) -> Hardware:
+    """The machine that `figures` describes."""
     given = figures(text)
     rates = _derived(given, load)
     told = {name: value for name, value in given.items() if name not in _PEAKS}
     assumed = tuple(sorted(rates.keys() - told.keys()))
-    return Hardware(**{"disk": free, **rates, **told, "gpus": int(told["gpus"]), "assumed": assumed})
+    return Hardware(**{"disk": None, **rates, **told, "gpus": int(told["gpus"]), "assumed": assumed})
 
 
 def figures(text: str) -> dict[str, float]:

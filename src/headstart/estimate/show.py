@@ -21,7 +21,7 @@ def _given(found: Estimate) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("target", f"{escape(found.name)}: {_parameters(found)}")
     table.add_row("work", escape(found.counted.told))
-    table.add_row("machine", f"{_machine(found)}; {size(found.machine.disk)} free on the disk")
+    table.add_row("machine", f"{_machine(found)}; {_disk(found)}")
     table.add_row("rates", _rates(found))
     return table
 
@@ -37,6 +37,11 @@ def _machine(found: Estimate) -> str:
     return (
         f"{at.gpus} GPU{'s' * (at.gpus > 1)} of {size(at.memory)}" if at.gpus else f"CPU, {size(at.memory)} of memory"
     )
+
+
+def _disk(found: Estimate) -> str:
+    free = found.machine.disk
+    return "free disk not known: disk=... compares it" if free is None else f"{size(free)} free on the disk"
 
 
 def _rates(found: Estimate) -> str:

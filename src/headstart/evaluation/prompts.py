@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headstart.config import Evaluate
 from headstart.data import readers, sources
 from headstart.data.packages import SHIPPED
 from headstart.data.templates import Template
@@ -67,6 +68,18 @@ def check_names(names: Sequence[str]) -> None:
         raise UserError(f"evaluate.prompts names {twice[0]} twice")
     for name in names:
         _find(name)
+
+
+def check_lengths(sets: Sequence[PromptSet], max_positions: int, settings: Evaluate) -> None:
+    """Whether the target has room for the longest prompt, its answer and the drafts. Raises UserError."""
+    longest = max((prompt for chosen in sets for prompt in chosen.prompts), key=lambda prompt: len(prompt.ids))
+    need = len(longest.ids) + settings.max_new_tokens + settings.draft_tokens
+    if need > max_positions:
+        raise UserError(
+            f"prompt {longest.id} has {len(longest.ids)} tokens; with answer and drafts {need} positions are needed",
+            looked_for=f"at most {max_positions}, the target's limit",
+            do="lower evaluate.max_new_tokens or evaluate.draft_tokens, or take shorter prompts",
+        )
 
 
 def _load(name: str, max_prompts: int, template: Template) -> PromptSet:

@@ -21,14 +21,14 @@ from headstart.drafts.eagle3 import Eagle3
 from headstart.engines.base import Decoding, Engine, EngineInfo, Use
 from headstart.engines.load import open_engine
 from headstart.engines.vllm import served
-from headstart.errors import UserError
 from headstart.evaluation import replay, scores, serving_words
 from headstart.evaluation.bench import Answer, AnswerLog, Bench
 from headstart.evaluation.check import ServingCheck, reference_of
 from headstart.evaluation.decode import Limits
 from headstart.evaluation.offline import offline_acceptance
-from headstart.evaluation.prompts import STATEMENT, EvalPrompt, PromptSet, load_sets
+from headstart.evaluation.prompts import STATEMENT, EvalPrompt, PromptSet, check_lengths, load_sets
 from headstart.evaluation.replay import Replay
+from headstart.evaluation.ways import check_temperatures
 from headstart.pipeline import Context
 from headstart.target.head import TargetHead
 from headstart.target.source import resolve
@@ -51,8 +51,10 @@ def run(context: Context) -> None:
     prompts = [prompt for chosen in sets for prompt in chosen.prompts]
     limits = Limits(settings.max_new_tokens, frozenset(template.end_ids))
     drafts = _load_drafts(parents, settings)
-    _check_lengths(sets, drafts["trained"].shape.max_positions, settings)
-    _check_vllm(context.run)
+    check_lengths(sets, drafts["trained"].shape.max_positions, settings)
+    check_temperatures(context.run)
+    if settings.engine == "vllm":
+        served.way_of(target)
     _tell_depth(context, parents["draft"])
     with context.create() as build:
         engine = open_engine(target, _use(context.run, prompts, drafts["trained"]))
@@ -110,34 +112,6 @@ def _load_drafts(parents: dict[str, Artifact], settings: Evaluate) -> dict[str, 
     if settings.baseline:
         drafts["untrained"] = load_draft(parents["draft"].path, head, untrained=True)
     return drafts
-
-
-def _check_lengths(sets: Sequence[PromptSet], max_positions: int, settings: Evaluate) -> None:
-    longest = max((prompt for chosen in sets for prompt in chosen.prompts), key=lambda prompt: len(prompt.ids))
-    need = len(longest.ids) + settings.max_new_tokens + settings.draft_tokens
-    if need > max_positions:
-        raise UserError(
-            f"prompt {longest.id} has {len(longest.ids)} tokens; with answer and drafts {need} positions are needed",
-            looked_for=f"at most {max_positions}, the target's limit",
-            do="lower evaluate.max_new_tokens or evaluate.draft_tokens, or take shorter prompts",
-        )
-
-
-def _check_vllm(run: Run) -> None:
-    """What vLLM could not do, before anything is loaded."""
-    temperatures = run.evaluate.temperatures
-    if run.target.engine == "vllm" and any(temperatures):
-        raise UserError(
-            f"evaluate.temperatures = {list(temperatures)}: drafts of a target that runs in vLLM are measured greedily",
-            looked_for="evaluate.temperatures = [0.0]",
-        )
-    if run.evaluate.engine == "vllm":
-        if 0 not in temperatures:
-            raise UserError(
-                "evaluate.engine = vllm compares greedy answers, and evaluate.temperatures has no 0",
-                do="add 0.0 to evaluate.temperatures",
-            )
-        served.way_of(run.target)
 
 
 def _tell_depth(context: Context, draft: Artifact) -> None:

@@ -17,7 +17,7 @@ test: $(READY)            ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-fast: $(READY)       ## the tests that need seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-vllm016: $(READY) $(READY016)  ## capture in the real vLLM 0.16.0, in an environment of its own (8 GB; not part of CI)
 	HEADSTART_VLLM016=$(abspath $(VENV016)/bin/python) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/vllm016 \

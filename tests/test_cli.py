@@ -90,6 +90,7 @@ def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFi
     assert f"Example: headstart {verb}" in shown
 
 
+@pytest.mark.slow
 def test_examples_are_commands_that_are_understood(tmp_path: Path) -> None:
     """Each example is parsed up to the point where its file is missing."""
     for command in cli.app.registered_commands:
@@ -290,6 +291,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_says_that_it_continues(file: Path, tmp_path: Path) -> None:
     _with_target(file)
     (tmp_path / "none.jsonl").write_text('{"prompt": "Why?"}\n')

@@ -122,6 +122,7 @@ def test_what_has_been_made_is_counted(run_file: Path, capsys: pytest.CaptureFix
     assert stage_of(after, "capture")["disk"] - fixed == pytest.approx(real, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_machine_is_measured_with_the_target(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, found = estimated(capsys, run_file)
     at = found["machine"]

@@ -177,7 +177,8 @@ def test_prompts_table(root: Path) -> None:
         assert row["tokens"] == len(row["ids"])
         if row["draft"] == "trained":
             assert sum(row["accepted"]) + row["steps"] == row["tokens"] - 1
-            assert row["tau"] == pytest.approx((row["tokens"] - 1) / row["steps"])
+            if row["steps"]:  # sampled, an answer may end with its prefill
+                assert row["tau"] == pytest.approx((row["tokens"] - 1) / row["steps"])
             assert row["identical"] is (True if row["temperature"] == 0 else None)
     rows = [row for row in read_scores(root)["rows"] if row["draft"] == "trained"]
     assert [row["temperature"] for row in rows] == [0, 0.8]
@@ -470,6 +471,12 @@ def test_missing_parent(root: Path) -> None:
 def answer(draft: str, **changes: Any) -> Answer:
     made = Answer("s", "1", "q", 0.0, draft, 4, (5, 6, 7), "length", AcceptanceLog.of([1], [3]), Costs())
     return replace(made, **changes)
+
+
+def test_an_answer_that_ended_with_its_prefill_has_no_tau(tmp_path: Path) -> None:
+    whole, ended = answer("trained"), answer("trained", ids=(5,), log=AcceptanceLog.of([], []))
+    scores.write_prompts(tmp_path / "p.parquet", [whole, ended])
+    assert pq.read_table(tmp_path / "p.parquet")["tau"].to_pylist() == [2.0, None]
 
 
 def test_a_mismatch_reaches_scores_and_people() -> None:

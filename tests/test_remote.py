@@ -242,6 +242,7 @@ def test_a_full_disk_is_seen_before_and_while_shipping(
         opened(folder="small").ship(wanted, "runs/run/inputs")
 
 
+@pytest.mark.slow
 def test_one_client_ships_at_a_time_and_its_own_dead_connection_is_no_hindrance(opened: Open, tmp_path: Path) -> None:
     first, second, again = opened(), opened(), opened()
     first.call("lock", session=first._session)

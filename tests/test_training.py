@@ -165,6 +165,7 @@ def test_a_kill_anywhere_in_a_save_leaves_a_valid_older_checkpoint(states: State
         assert (folder / BEST).read_bytes() == (tmp_path / "whole" / BEST).read_bytes(), at
 
 
+@pytest.mark.slow
 def test_best_is_the_acceptance_peak_not_the_last_step(states: StateStore, tmp_path: Path) -> None:
     """Case C42: on 20 tiny answers the held-out tau peaks before the training loss stops falling."""
     trainer = make_trainer(states, tmp_path, epochs=60, learning_rate=5e-3, validate_every=5)
@@ -275,6 +276,7 @@ def test_checkpoints_are_kept_by_policy(states: StateStore, tmp_path: Path) -> N
     assert [path.name for path in checkpoint.steps(tmp_path / "checkpoints")] == ["step-000010", "step-000012"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["optimizer.pt", "draft.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["cut", "empty", "gone"])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(

@@ -431,6 +431,7 @@ def test_alpha_counts_the_mass_outside_the_draft_vocabulary_as_lost() -> None:
     assert (p.sum(-1) < 0.95).any()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_a_large_vocabulary_needs_little_memory() -> None:
     """Case C37: the normaliser over 150k ids and the loss on 8k of them, without the 1.2 GB of logits in between."""

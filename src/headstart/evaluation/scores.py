@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -110,7 +109,8 @@ def _mismatch(answer: Answer) -> dict[str, Any]:
 
 
 def write_prompts(path: Path, answers: Sequence[Answer]) -> None:
-    """Write `prompts.parquet`: one row per prompt, temperature and draft, with its verify steps."""
+    """Write `prompts.parquet`: one row per prompt, temperature and draft, with its verify steps. tau: null
+    for an answer that ended with its prefill."""
     pq.write_table(pa.Table.from_pylist([_prompt_row(answer) for answer in answers], schema=PROMPTS), path)
 
 
@@ -120,7 +120,7 @@ def _prompt_row(answer: Answer) -> dict[str, Any]:
         **{name: getattr(answer, name) for name in PROMPTS.names if hasattr(answer, name)},
         "tokens": len(answer.ids),
         "steps": steps,
-        "tau": (len(answer.ids) - 1) / steps if steps else math.nan,
+        "tau": (len(answer.ids) - 1) / steps if steps else None,
         "seconds": answer.costs.whole.seconds,
         "accepted": answer.log.accepted,
         "drafted": answer.log.drafted,

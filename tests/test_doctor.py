@@ -394,7 +394,7 @@ def test_settings_that_cannot_work_stop(setting: str, check: str | None, run_fil
 @pytest.mark.parametrize(
     ("setting", "version", "told"),
     [
-        ("draft.fc_norm=true", "0.20.0", "fc_norm are known from 0.22"),
+        ("draft.fc_norm=true", "0.20.0", "fc_norm is known from 0.22"),
         ("draft.fc_norm=true", "0.32.0", None),
         ("draft.fc_norm=false", "0.20.0", None),
     ],

@@ -51,8 +51,10 @@ def page(note: str) -> str:
 
 
 def _row(version: str) -> str:
-    rungs = doctor.examine(subject.open_subject(RECIPE), version, "cuda").engine
-    return f"| {version} | {rungs.capture.name} | {'no' if rungs.serve.name == 'refused' else rungs.serve.name} |"
+    found = doctor.examine(subject.open_subject(RECIPE), version, "cuda")
+    rungs, serve = found.engine, next(check for check in found.checks if check.name == "serve")
+    told = "no" if not rungs.serve.works else rungs.serve.name if serve.verdict == "go" else serve.finding
+    return f"| {version} | {rungs.capture.name} | {told} |"
 
 
 def _printed(arguments: list[str]) -> str:

@@ -163,7 +163,8 @@ def _draft_is_newer(run: Run, release: releases.Release) -> tuple[str, str] | No
     new = [name for name in ("fc_norm", "norm_output") if getattr(run.draft, name)]
     if new and not release.at_least("0.22"):
         settings = " ".join(f"-s draft.{name}=false" for name in new)
-        return f"{' and '.join(new)} are known from 0.22 on", f"{settings}, or serve with a newer vLLM"
+        verb = "is" if len(new) == 1 else "are"
+        return f"{' and '.join(new)} {verb} known from 0.22 on", f"{settings}, or serve with a newer vLLM"
     return None
 
 

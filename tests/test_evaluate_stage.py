@@ -185,6 +185,17 @@ def test_prompts_table(root: Path) -> None:
     assert [row["lossless"] for row in rows] == [[5, 5], None]
 
 
+def test_where_the_prompts_lie_changes_no_sampled_answer(root: Path, tmp_path: Path) -> None:
+    def sampled(prompts: Path) -> list[list[int]]:
+        evaluate.run(context_for(root, "evaluate.temperatures=[0.8]", f'evaluate.prompts=["{prompts}"]'))
+        return pq.read_table(root / "scores" / "prompts.parquet")["ids"].to_pylist()
+
+    here = sampled(root / "prompts.jsonl")
+    elsewhere = tmp_path / "moved.jsonl"
+    elsewhere.write_bytes((root / "prompts.jsonl").read_bytes())
+    assert sampled(elsewhere) == here
+
+
 class Killed(Exception):
     pass
 

@@ -93,7 +93,8 @@ class Bench:
             yield answer
 
     def _decode(self, prompt: EvalPrompt, temperature: float, name: str, limits: Limits) -> Decoded:
-        choice = choice_of(temperature, f"{self.seed}/{prompt.key}/{temperature}/{name}")
+        own = f"{prompt.place}/{prompt.ids}"  # not where its file lies: elsewhere the same answers are sampled
+        choice = choice_of(temperature, f"{self.seed}/{own}/{temperature}/{name}")
         if name == NO_DRAFT:
             return plain_decode(self.session, prompt.ids, choice, limits)
         draft = self.drafts[name]

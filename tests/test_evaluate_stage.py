@@ -17,7 +17,7 @@ import torch
 
 from fixtures_models import save_llama
 from fixtures_text import save_tokenizer
-from headstart import artifact, config, files
+from headstart import artifact, config, files, preflight
 from headstart.data import store
 from headstart.data.store import StateStore
 from headstart.data.templates import Template
@@ -325,7 +325,6 @@ class FakeVllm:
 def fake(root: Path, monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     made = FakeVllm(root)
     monkeypatch.setattr(check, "served", made)
-    monkeypatch.setattr(evaluate, "served", made)
     return made
 
 
@@ -429,12 +428,9 @@ def test_a_target_that_only_vllm_loads_is_replayed(root: Path, monkeypatch: pyte
         (["evaluate.engine=vllm", "target.python=/nowhere/python"], "/nowhere/python"),
     ],
 )
-def test_what_vllm_cannot_do_is_said_first(
-    root: Path, overrides: list[str], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evaluate, "open_engine", lambda *_: pytest.fail("the target was loaded"))
+def test_what_vllm_cannot_do_is_said_first(root: Path, overrides: list[str], what: str) -> None:
     with pytest.raises(UserError, match=what):
-        evaluate.run(context_for(root, *overrides))
+        preflight.check(make_run(root, *overrides), root, ["evaluate"])
 
 
 # --- bad input: named before the target is loaded ---

@@ -335,15 +335,11 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, form: ModuleType, damage: C
         ({"is_causal": False}, "is_causal = False"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5"),
         ({"logit_scale": 0.5}, r"logit_scale = 0\.5"),
-        ({"residual_multiplier": 0.2}, r"residual_multiplier = 0\.2"),
-        ({"attention_multiplier": 0.1}, r"attention_multiplier = 0\.1"),
-        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar = 256"),
-        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping = 30\.0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
         ({"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, r"rope_scaling\.factor = None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"rope_scaling\.factor = 8\.0"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 1.0}}, r"rope_scaling\.rope_type = 'dynamic'"),
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, r"rope_scaling\.mrope_section = \[2, 3, 3\]"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}, r"rope_scaling\.type = 'mrope'"),
         ({"rope_scaling": {"type": "default", "rope_type": "linear", "factor": 1}}, r"rope_scaling\.type = 'default'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"rope_parameters\.partial_rot"),
         ({"rope_theta": 5e5}, r"several bases: 10000\.0, 500000\.0"),
@@ -380,8 +376,13 @@ def test_a_draft_that_ours_is_not_is_refused(tmp_path: Path, changes: dict, said
         {"rope_scaling": {"type": "default"}},
         {"rope_scaling": {"rope_type": "llama3", "factor": 1, "low_freq_factor": 1, "high_freq_factor": 4}},
         {"rope_parameters": None, "rope_theta": None},
-        {"logit_scale": 1, "residual_multiplier": 1.0, "attention_multiplier": 0.25, "query_pre_attn_scalar": 16},
-        {"final_logit_softcapping": None, "quantization_config": None, "attention_bias": None, "is_causal": True},
+        {"logit_scale": 1, "quantization_config": None, "attention_bias": None, "is_causal": None, "hidden_act": None},
+        # of a target's configuration, and of no Llama layer
+        {"residual_multiplier": 0.2, "attention_multiplier": 0.1, "query_pre_attn_scalar": 256},
+        {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "scale_emb": 12},
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        },  # of a vision-language target
         {"hidden_act": "swish", "kv_lora_rank": None, "eagle_config": None, "attention_dropout": 0.1},
         {"num_experts": 128, "sliding_window": 512, "use_sliding_window": False, "pretraining_tp": 1},
     ],

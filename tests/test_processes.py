@@ -138,6 +138,7 @@ with ended_at_once():
         ("pass", 0, ""),
         ("sys.exit()", 0, ""),
         ("sys.exit(3)", 3, ""),
+        ("sys.exit('not that way')", 1, "not that way"),
         ("1 / 0", 1, "ZeroDivisionError: division by zero"),
         ("raise KeyboardInterrupt", None, "KeyboardInterrupt"),
     ],

@@ -28,6 +28,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 KEY = ".key.json"
 SCRATCH = "scratch"  # in a work folder: what only a resumed attempt needs; never part of the artifact
+PATIENCE = 0.5  # seconds: a lock that is held longer is not one of those who only ask
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "vllm")
 
 
@@ -158,11 +159,11 @@ def is_partial(path: Path) -> bool:
     return (_work(path) / KEY).exists()
 
 
-def is_held(path: Path) -> bool:
-    """Whether a living process is making the artifact at this moment."""
+def is_held(path: Path, patience: float = 0.0) -> bool:
+    """Whether a living process is making the artifact, for longer than `patience` seconds: others who ask hold the lock, too."""
     if not _lock_file(path).exists() or not os.access(path.parent, os.W_OK):
         return False
-    lock = _acquire(path, patience=0.0)
+    lock = _acquire(path, patience)
     if lock is not None:
         with lock:
             _lock_file(path).unlink(missing_ok=True)
@@ -171,7 +172,7 @@ def is_held(path: Path) -> bool:
 
 def check_place(path: Path) -> None:
     """Whether `create` could begin now. Raises UserError as it does."""
-    if is_held(path):
+    if is_held(path, PATIENCE):
         raise _held(path)
     _refuse_foreign(path)
 
@@ -286,7 +287,7 @@ def _held(path: Path) -> UserError:
 def _locked(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _acquire(path, patience=0.5)
+        lock = _acquire(path, PATIENCE)
     except OSError as error:
         what = f"cannot write into {path.parent}: {error.strerror}"
         raise UserError(what, do="set `directory` to a writable place") from None

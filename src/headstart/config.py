@@ -290,6 +290,15 @@ class Run(Section):
         return self
 
     @model_validator(mode="after")
+    def _temperatures_can_be_measured(self) -> Run:
+        told = f"evaluate.temperatures = {list(self.evaluate.temperatures)}"
+        if self.target.engine == "vllm" and any(self.evaluate.temperatures):
+            raise ValueError(f"{told}: drafts of a target that runs in vLLM are measured greedily; set [0.0]")
+        if self.evaluate.engine == "vllm" and 0 not in self.evaluate.temperatures:
+            raise ValueError(f"{told} has no 0.0, and evaluate.engine = 'vllm' compares greedy answers")
+        return self
+
+    @model_validator(mode="after")
     def _export_can_load(self) -> Run:
         if "speculators" in self.export.formats and not self.export.embed_tokens:
             raise ValueError("export.embed_tokens must be true for the speculators format: it loads garbage without it")

@@ -41,7 +41,7 @@ class Stopped(HeadstartError):
 
 
 class StageFailed(HeadstartError):
-    """A stage of a run ended with a user error; names the stage. Exit code 2."""
+    """A stage of a run ended with an error of these; names the stage, and has that error's exit code."""
 
 
 def install(extras: str) -> str:

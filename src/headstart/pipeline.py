@@ -169,7 +169,10 @@ def _module(verb: str) -> Any:
 
 def _check_processes(stage: Stage, module: Any) -> None:
     if processes.count() > 1 and not hasattr(module, "follow"):
-        raise UserError(f"{stage.verb} runs in one process", do="torchrun ... -m headstart train RUN.TOML")
+        raise UserError(
+            f"{stage.verb} runs in one process, and this is one of {processes.count()} (WORLD_SIZE)",
+            do=f"headstart {stage.verb} RUN.TOML without torchrun; train alone takes several",
+        )
 
 
 def execute(run: Run, root: Path, verb: str, events: Events) -> Artifact | None:
@@ -203,7 +206,7 @@ def execute_one(run: Run, root: Path, verb: str, events: Events, *, force: bool 
     state = next(item for item in status(run, root) if item.verb == verb)
     if state.state == "fresh" and not force:
         events.say(f"{verb}: fresh, skipped (--force makes it anew)")
-        return artifact.open_artifact(root / state.folder, state.folder)
+        return None if processes.rank() else artifact.open_artifact(root / state.folder, state.folder)
     return execute(run, root, verb, events)
 
 
@@ -224,8 +227,9 @@ def execute_all(run: Run, root: Path, events: Events, until: str | None = None) 
             execute(run, root, verb, events)
         except HeadstartError as error:
             events.emit("stage-failed", stage=verb, error=str(error))
-            what = f"stage {verb} failed: {error.what}"
-            raise StageFailed(what, looked_for=error.looked_for, do=error.do) from error
+            failed = StageFailed(f"stage {verb} failed: {error.what}", looked_for=error.looked_for, do=error.do)
+            failed.exit_code = error.exit_code
+            raise failed from error
         except Exception as error:
             events.emit("stage-failed", stage=verb, error=repr(error))
             error.add_note(f"stage {verb} failed")

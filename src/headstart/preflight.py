@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from headstart import artifact
@@ -20,13 +22,29 @@ from headstart.engines.vllm.start import start_of
 from headstart.engines.weights import parse_device, pick_device
 from headstart.errors import UserError
 from headstart.evaluation.prompts import check_lengths, check_names, load_sets
-from headstart.evaluation.ways import check_temperatures
 from headstart.target.anatomy import Anatomy, inspect
 from headstart.target.layers import check_boundaries
 from headstart.target.source import resolve
 from headstart.training.shape import shape_for
 
-Check = Callable[[Run, Anatomy], object]
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: a run, and what its target's configuration says."""
+
+    run: Run
+    target: Anatomy
+
+    @cached_property
+    def folder(self) -> Path:
+        return resolve(self.run.target.model, self.run.target.revision, weights=False)
+
+    @cached_property
+    def template(self) -> Template:
+        return Template.load(self.folder, trust_remote_code=self.run.target.trust_remote_code)
+
+
+Check = Callable[[Subject], object]
 
 
 def check(run: Run, root: Path, verbs: Sequence[str]) -> None:
@@ -35,39 +53,39 @@ def check(run: Run, root: Path, verbs: Sequence[str]) -> None:
     Raises:
         UserError: what `check_settings` or `check_machine` refuses, or a target that cannot be had.
     """
-    target = _target(run, root, verbs)
-    check_settings(run, target, verbs)
-    check_machine(run, target, verbs)
+    subject = Subject(run, _target(run, root, verbs))
+    check_settings(subject, verbs)
+    check_machine(subject, verbs)
 
 
-def check_settings(run: Run, target: Anatomy, verbs: Iterable[str]) -> None:
-    """What holds on any machine.
+def check_settings(subject: Subject, verbs: Iterable[str]) -> None:
+    """What holds on any machine; a device that is not named counts as the one of this machine.
 
     Raises:
         UserError: sources or prompt sets that do not exist, sequences longer than the target reads, aux layers or a draft
-            vocabulary that it does not have, a draft whose heads do not fit, temperatures that cannot be measured.
+            vocabulary that it does not have, a draft whose heads do not fit.
     """
-    _apply(_SETTINGS, run, target, verbs)
+    _apply(_SETTINGS, subject, verbs)
 
 
-def check_machine(run: Run, target: Anatomy, verbs: Iterable[str]) -> None:
+def check_machine(subject: Subject, verbs: Iterable[str]) -> None:
     """What holds here.
 
     Raises:
         UserError: a device, an engine or a compiler that is not here, a tokenizer that cannot be loaded, prompts that cannot be
             read or leave no room for an answer.
     """
-    _apply(_MACHINE, run, target, verbs)
+    _apply(_MACHINE, subject, verbs)
 
 
-def draft_shape(run: Run, target: Anatomy) -> DraftShape:
+def draft_shape(subject: Subject) -> DraftShape:
     """The draft that these settings give. Raises UserError for one that the target cannot have."""
-    return shape_for(run.draft, target, _boundaries(run, target), _vocabulary(run, target))
+    return shape_for(subject.run.draft, subject.target, _boundaries(subject), _vocabulary(subject))
 
 
-def _apply(checks: Mapping[str, tuple[Check, ...]], run: Run, target: Anatomy, verbs: Iterable[str]) -> None:
+def _apply(checks: Mapping[str, tuple[Check, ...]], subject: Subject, verbs: Iterable[str]) -> None:
     for one in dict.fromkeys(one for verb in verbs for one in checks[verb]):
-        one(run, target)
+        one(subject)
 
 
 def _target(run: Run, root: Path, verbs: Sequence[str]) -> Anatomy:
@@ -80,87 +98,83 @@ def _target(run: Run, root: Path, verbs: Sequence[str]) -> Anatomy:
 # --- settings ---
 
 
-def _sources(run: Run, target: Anatomy) -> None:
-    del target
-    Reading(run.data)
+def _sources(subject: Subject) -> None:
+    Reading(subject.run.data)
 
 
-def _length(run: Run, target: Anatomy) -> None:
-    limit = target.required("max_positions")
-    if run.data.max_length > limit:
+def _length(subject: Subject) -> None:
+    asked, limit = subject.run.data.max_length, subject.target.required("max_positions")
+    if asked > limit:
         raise UserError(
-            f"data.max_length = {run.data.max_length} is more than the target can read",
-            looked_for=f"at most {limit} ({target.evidence['max_positions']})",
+            f"data.max_length = {asked} is more than the target can read",
+            looked_for=f"at most {limit} ({subject.target.evidence['max_positions']})",
             do=f"set data.max_length to {limit} or less",
         )
 
 
-def _parallel(run: Run, target: Anatomy) -> None:
-    heads, parts = target.required("num_heads"), run.target.tensor_parallel
-    if run.target.engine == "vllm" and heads % parts:
+def _parallel(subject: Subject) -> None:
+    if subject.run.target.engine != "vllm":
+        return
+    heads, parts = subject.target.required("num_heads"), subject.run.target.tensor_parallel
+    if heads % parts:
         raise UserError(
             f"target.tensor_parallel = {parts} does not divide the target's {heads} attention heads",
             looked_for="a number that divides them, since each part of the weights holds whole heads",
         )
 
 
-def _vocabulary(run: Run, target: Anatomy) -> int:
-    return pick_size(run.vocab.size, target.required("vocab_size"))
+def _vocabulary(subject: Subject) -> int:
+    return pick_size(subject.run.vocab.size, subject.target.required("vocab_size"))
 
 
-def _boundaries(run: Run, target: Anatomy) -> tuple[int, ...]:
-    return check_boundaries(run.capture.aux_layers, target.required("num_layers"))
+def _boundaries(subject: Subject) -> tuple[int, ...]:
+    return check_boundaries(subject.run.capture.aux_layers, subject.target.required("num_layers"))
 
 
-def _attention(run: Run, target: Anatomy) -> None:
-    del target
-    named = run.target.device
+def _attention(subject: Subject) -> None:
+    named = subject.run.target.device
     device = pick_device(named) if named == "auto" else parse_device(named)
-    attention.backend(device, name=run.train.attention_backend)
+    attention.backend(device, name=subject.run.train.attention_backend)
 
 
-def _evaluation(run: Run, target: Anatomy) -> None:
-    del target
-    check_names(run.evaluate.prompts)
-    check_temperatures(run)
+def _prompt_sets(subject: Subject) -> None:
+    check_names(subject.run.evaluate.prompts)
 
 
 # --- this machine ---
 
 
-def _template(run: Run, target: Anatomy) -> Template:
-    del target
-    folder = resolve(run.target.model, run.target.revision, weights=False)
-    return Template.load(folder, trust_remote_code=run.target.trust_remote_code)
+def _template(subject: Subject) -> Template:
+    return subject.template
 
 
-def _prompts(run: Run, target: Anatomy) -> None:
-    sets = load_sets(run.evaluate.prompts, run.evaluate.max_prompts, _template(run, target))
-    check_lengths(sets, target.required("max_positions"), run.evaluate)
+def _prompts(subject: Subject) -> None:
+    settings = subject.run.evaluate
+    sets = load_sets(settings.prompts, settings.max_prompts, subject.template)
+    check_lengths(sets, subject.target.required("max_positions"), settings)
 
 
-def _answers(run: Run, target: Anatomy) -> None:
-    if run.data.answers == "regenerate":
-        _opens(run, target, Use(run.data.max_length, run.regenerate.batch_size))
+def _answers(subject: Subject) -> None:
+    if subject.run.data.answers == "regenerate":
+        _opens(subject, Use(subject.run.data.max_length, subject.run.regenerate.batch_size))
 
 
-def _states(run: Run, target: Anatomy) -> None:
-    _opens(run, target, Use(1, boundaries=_boundaries(run, target)))  # how long the samples are is not known yet
+def _states(subject: Subject) -> None:
+    _opens(subject, Use(1, boundaries=_boundaries(subject)))  # how long the samples are is not known yet
 
 
-def _opens(run: Run, target: Anatomy, use: Use) -> None:
+def _opens(subject: Subject, use: Use) -> None:
     """As far as can be told without weights."""
-    if run.target.engine == "vllm":
-        start_of(resolve(run.target.model, run.target.revision, weights=False), run.target, use, target)
+    if subject.run.target.engine == "vllm":
+        start_of(subject.folder, subject.run.target, use, subject.target)
     else:
-        pick_device(run.target.device)
+        pick_device(subject.run.target.device)
 
 
-def _trains(run: Run, target: Anatomy) -> None:
+def _trains(subject: Subject) -> None:
     """torch.compile makes C++ for a CPU, by CXX or g++ (torch/_inductor/cpp_builder.py)."""
-    del target
-    kind, compiler = pick_device(run.target.device).type, os.environ.get("CXX") or "g++"
-    if run.train.compile and kind == "cpu" and shutil.which(compiler) is None:
+    kind, compiler = pick_device(subject.run.target.device).type, os.environ.get("CXX") or "g++"
+    if subject.run.train.compile and kind == "cpu" and shutil.which(compiler) is None:
         raise UserError(
             "train.compile = true needs a C++ compiler on a CPU",
             looked_for=f"{compiler}, in PATH",
@@ -168,10 +182,9 @@ def _trains(run: Run, target: Anatomy) -> None:
         )
 
 
-def _serves(run: Run, target: Anatomy) -> None:
-    del target
-    if run.evaluate.engine == "vllm":
-        served.way_of(run.target)
+def _serves(subject: Subject) -> None:
+    if subject.run.evaluate.engine == "vllm":
+        served.way_of(subject.run.target)
 
 
 _SETTINGS: dict[str, tuple[Check, ...]] = {
@@ -180,7 +193,7 @@ _SETTINGS: dict[str, tuple[Check, ...]] = {
     "vocab": (_vocabulary,),
     "capture": (_boundaries, _parallel),
     "train": (_attention, draft_shape),
-    "evaluate": (_parallel, _evaluation),
+    "evaluate": (_parallel, _prompt_sets),
     "export": (),
 }
 _MACHINE: dict[str, tuple[Check, ...]] = {

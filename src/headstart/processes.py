@@ -35,7 +35,10 @@ def ended_at_once() -> Iterator[None]:
         yield
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = end.code or 0
+        if not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

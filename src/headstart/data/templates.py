@@ -22,6 +22,7 @@ from headstart.data.content import for_template, text_of
 from headstart.data.turns import Ids, Rendered, Turn, merge_turns
 from headstart.errors import GateError, UserError, first_line
 from headstart.target.beside import read_optional
+from headstart.target.source import not_loaded
 from headstart.target.tokenizer_files import TokenizerFiles
 from headstart.types import Message
 
@@ -75,8 +76,10 @@ class Template:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         except Exception as error:  # tokenizers has no other kind, and Transformers stumbles in its own ways
-            raise UserError(
-                f"the tokenizer in {folder} cannot be loaded: {first_line(error)}",
+            raise not_loaded(
+                folder,
+                f"the tokenizer in {folder}",
+                error,
                 looked_for="tokenizer.json, or a vocabulary that Transformers reads, and a config.json that it takes",
                 do="put the model's own tokenizer files and config.json into its folder",
             ) from error

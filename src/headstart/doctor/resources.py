@@ -59,10 +59,9 @@ def check_gpus(
     what can be done where there is no GPU."""
     name, needs = "GPU memory", weights.bytes
     if not found:
-        what = f"nvidia-smi shows no GPU here; the target has {weights.told}"
-        return Check(
-            name, "stop" if needed else "warn", what, "; on GPUs ".join(filter(None, (instead, _wanted(needs)))) or None
-        )
+        what, wanted = f"nvidia-smi shows no GPU here; the target has {weights.told}", _wanted(needs)
+        do = f"{instead}; on GPUs {wanted}" if instead and wanted else instead or wanted
+        return Check(name, "stop" if needed else "warn", what, do)
     count = ranks or len(found)
     if count > len(found):
         return Check(name, "stop", f"tensor parallel {count}, {len(found)} GPUs here", "set target.tensor_parallel")

@@ -20,8 +20,9 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from headstart.config import Target
-from headstart.errors import UserError, first_line
+from headstart.errors import UserError
 from headstart.target import families
+from headstart.target.source import not_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,8 +85,16 @@ def _from_folder(auto: Any, folder: Path, target: Target, **asked: Any) -> Any:
     """`from_pretrained`, whose own code, and the model's, raise whatever a wrong value in a file makes them stumble over."""
     try:
         return auto.from_pretrained(folder, **asked, **_trust(target))
+    except MemoryError:
+        raise
     except Exception as error:
-        raise _explain(folder, target, error) from error
+        raise not_loaded(
+            folder,
+            f"{target.model} (by Transformers {version})",
+            error,
+            looked_for=f"config.json and weights in {folder} that it knows",
+            do="mend or download the folder again; a newer model needs a newer Transformers, or target.engine = 'vllm'",
+        ) from error
 
 
 def _trust(target: Target) -> dict[str, Any]:
@@ -123,20 +132,6 @@ def _check_whole(target: Target, report: dict[str, Any]) -> None:
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise UserError(f"the folder of {target.model} lacks {len(missing)} weights: {shown}", do="download it again")
-
-
-def _explain(folder: Path, target: Target, error: Exception) -> UserError:
-    text = str(error)
-    if "trust_remote_code" in text or "custom code" in text:
-        return UserError(
-            f"{target.model} can only be loaded by code that its folder ships",
-            do="read that code, then set target.trust_remote_code = true",
-        )
-    return UserError(
-        f"Transformers {version} cannot load {target.model}: {first_line(error)}",
-        looked_for=f"config.json and weights in {folder} that it knows",
-        do="mend or download the folder again; a newer model needs a newer Transformers, or target.engine = 'vllm'",
-    )
 
 
 @contextmanager

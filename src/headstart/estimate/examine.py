@@ -77,12 +77,13 @@ def examine(
     if found.run is None:
         raise UserError(f"{file} is no run", looked_for="a run's TOML file", do="headstart doctor takes a model alone")
     run = _here(found.run) if given is None else _there(found.run, int(hardware.figures(given)["gpus"]))
-    preflight.check_settings(run, found.anatomy, pipeline.BY_VERB)
+    asked = preflight.Subject(run, found.anatomy)
+    preflight.check_settings(asked, pipeline.BY_VERB)
     cost = cost_of(found, gpu=run.target.device != "cpu", dtype=run.target.dtype)
     if given is None:
         _refuse_too_large(found.name, cost, run)
-        preflight.check_machine(run, found.anatomy, pipeline.BY_VERB)
-    shape = preflight.draft_shape(run, found.anatomy)
+        preflight.check_machine(asked, pipeline.BY_VERB)
+    shape = preflight.draft_shape(asked)
     counted = counting.count(found.run, counting.template_of(run), events, answer_tokens)
     if given is None:
         at = _measured(run, shape, counted, cost, events)

@@ -30,6 +30,11 @@ class Fields:
     file: Path
     prefix: str = ""
 
+    def get(self, name: str, default: Any) -> Any:
+        """The value, whatever it is."""
+        value = self.raw.get(name)
+        return default if value is None else value
+
     def part(self, name: str) -> Fields:
         """The object under a name, empty where there is none."""
         value = self.raw.get(name)

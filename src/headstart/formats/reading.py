@@ -6,7 +6,6 @@ vLLM 0.18 to 0.32 (`llama_eagle3.py`, `deepseek_eagle3.py`, `rotary_embedding/`)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,8 @@ _THETA = 10000.0  # what engines take when none is given
 _MOST_IDS, _LONGEST = 2**24, 2**31 - 1  # of a vocabulary, of a text
 
 _OFF = ("attention_bias", "bias", "qkv_bias", "mlp_bias")
-_ONE = (
-    "partial_rotary_factor",
-    "logit_scale",
-    "logits_scaling",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "scale_emb",
-)
-_ABSENT = (
-    "index_topk",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "llama_4_scaling",
-    "dual_chunk_attention_config",
-    "quantization_config",
-)
+_ONE = ("partial_rotary_factor", "logit_scale")
+_ABSENT = ("index_topk", "llama_4_scaling", "dual_chunk_attention_config", "quantization_config")
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 _DENSE_LAYERS = {"deepseek_v3": 3}  # first_k_dense_replace where none is given, else 0
 
@@ -47,6 +32,7 @@ _ROPE_KEYS = (
     *("rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "attention_factor", "attn_factor"),
     *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("low_freq_factor", "high_freq_factor", "apply_yarn_scaling"),
+    "mrope_section",  # of text, all sections have the same positions
 )
 
 
@@ -61,7 +47,6 @@ def shape_of(config: Mapping[str, Any], where: Path) -> DraftShape:
     _refuse_strange(fields, mla=latent is not None)
     hidden, vocabulary = fields.size("hidden_size"), fields.size("vocab_size", most=_MOST_IDS)
     heads, kv_heads, head_dim = _heads(fields, latent)
-    _refuse_scale(fields, head_dim)
     return DraftShape(
         hidden_size=hidden,
         target_hidden_size=fields.size("target_hidden_size", hidden),
@@ -129,9 +114,9 @@ def _latent(fields: Fields) -> LatentShape | None:
 def _refuse_strange(fields: Fields, *, mla: bool) -> None:
     """Settings that change what the draft computes, in ways that `Eagle3` has no switch for."""
     eagle = fields.part("eagle_config")
-    if fields.raw.get("model_type", "llama") not in (_LATENT_TYPES if mla else ("llama",)):
+    if fields.get("model_type", "llama") not in (_LATENT_TYPES if mla else ("llama",)):
         fields.strange("model_type")
-    if fields.raw.get("hidden_act", "silu") not in ("silu", "swish"):
+    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
         fields.strange("hidden_act")
     before_fc = eagle if eagle.raw.get("norm_before_fc") is not None else fields
     for place, name in [(before_fc, "norm_before_fc"), *((fields, name) for name in _OFF)]:
@@ -141,7 +126,7 @@ def _refuse_strange(fields: Fields, *, mla: bool) -> None:
         if fields.raw.get(name):
             fields.strange(name)
     for place, name in ((fields, "is_causal"), (eagle, "use_aux_hidden_state")):
-        if place.raw.get(name, True) is not True:
+        if place.get(name, True) is not True:
             place.strange(name)
     _refuse_factors(fields, _ONE)
     if mla:
@@ -150,14 +135,14 @@ def _refuse_strange(fields: Fields, *, mla: bool) -> None:
 
 def _refuse_strange_latent(fields: Fields) -> None:
     """Our rotary positions turn neighbours (`layers.rotate_pairs`), and our layers have one dense MLP."""
-    if fields.raw.get("rope_interleave", True) is not True:
+    if fields.get("rope_interleave", True) is not True:
         fields.strange("rope_interleave", "true, or nothing: positions that turn neighbours together")
     experts = next((name for name in _EXPERTS if fields.raw.get(name)), None)
     if experts is None:
         return
     dense = fields.raw.get("first_k_dense_replace")
     if dense is None:
-        dense = _DENSE_LAYERS.get(fields.raw.get("model_type", ""), 0)
+        dense = _DENSE_LAYERS.get(fields.get("model_type", ""), 0)
     if isinstance(dense, bool) or not isinstance(dense, int):
         fields.wrong("first_k_dense_replace", "a whole number")
     if dense < fields.size("num_hidden_layers"):
@@ -168,13 +153,6 @@ def _refuse_factors(fields: Fields, names: tuple[str, ...]) -> None:
     for name in names:
         if fields.number(name, 1.0, least=0) != 1:
             fields.strange(name, "1, or nothing")
-
-
-def _refuse_scale(fields: Fields, head_dim: int) -> None:
-    """Our scores are divided by the root of head_dim; where Granite's or Gemma's field tells a scale, it must be that."""
-    for name, plain in (("attention_multiplier", head_dim**-0.5), ("query_pre_attn_scalar", float(head_dim))):
-        if not math.isclose(fields.number(name, plain), plain, rel_tol=1e-6):
-            fields.strange(name, f"{plain:g}, or nothing")
 
 
 def _theta(fields: Fields) -> float:

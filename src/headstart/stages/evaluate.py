@@ -20,7 +20,6 @@ from headstart.drafts.checkpoint import load_draft, read_shape
 from headstart.drafts.eagle3 import Eagle3
 from headstart.engines.base import Decoding, Engine, EngineInfo, Use
 from headstart.engines.load import open_engine
-from headstart.engines.vllm import served
 from headstart.evaluation import replay, scores, serving_words
 from headstart.evaluation.bench import Answer, AnswerLog, Bench
 from headstart.evaluation.check import ServingCheck, reference_of
@@ -28,7 +27,6 @@ from headstart.evaluation.decode import Limits
 from headstart.evaluation.offline import offline_acceptance
 from headstart.evaluation.prompts import STATEMENT, EvalPrompt, PromptSet, check_lengths, load_sets
 from headstart.evaluation.replay import Replay
-from headstart.evaluation.ways import check_temperatures
 from headstart.pipeline import Context
 from headstart.target.head import TargetHead
 from headstart.target.source import resolve
@@ -52,9 +50,6 @@ def run(context: Context) -> None:
     limits = Limits(settings.max_new_tokens, frozenset(template.end_ids))
     drafts = _load_drafts(parents, settings)
     check_lengths(sets, drafts["trained"].shape.max_positions, settings)
-    check_temperatures(context.run)
-    if settings.engine == "vllm":
-        served.way_of(target)
     _tell_depth(context, parents["draft"])
     with context.create() as build:
         engine = open_engine(target, _use(context.run, prompts, drafts["trained"]))

@@ -89,16 +89,11 @@ class Anatomy:
         value = getattr(self, name)
         if value is None:
             raise UserError(
-                f"the target's {name} is {self._unknown(name)}",
+                f"the target's {name} is {self.evidence.get(name, 'unknown')}",
                 looked_for=f"in its config.json: {', '.join(SPELLINGS.get(name, (name,)))}",
                 do="headstart inspect shows what was found",
             )
         return value
-
-    def _unknown(self, name: str) -> str:
-        """`unknown`, with the value that is there and cannot be read."""
-        evidence = self.evidence.get(name, "")
-        return evidence if evidence.startswith("unknown: ") and " = " in evidence else "unknown"
 
 
 def inspect(path: Path) -> Anatomy:

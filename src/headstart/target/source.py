@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headstart import files
-from headstart.errors import UserError
+from headstart.errors import UserError, first_line
 from headstart.target import smollm2
 
 SHIPPED = "smollm2-135m"
@@ -32,6 +32,20 @@ def resolve(
     if folder.exists() or _looks_local(model):
         return _checked(folder)
     return _download(model, revision, weights)
+
+
+def not_loaded(folder: Path, what: str, error: Exception, *, looked_for: str, do: str) -> UserError:
+    """What a library could not load from a target's folder: `what`, with what is to be done about this error, or else `do`."""
+    text = str(error)
+    if "trust_remote_code" in text or "custom code" in text:
+        return UserError(
+            f"{what} can only be loaded by code that its folder ships",
+            looked_for=f"what Transformers knows by itself, in {folder}",
+            do="read that code, then set target.trust_remote_code = true",
+        )
+    if isinstance(error, ModuleNotFoundError):
+        do = f"pip install {error.name}"
+    return UserError(f"{what} cannot be loaded: {first_line(error)}", looked_for=looked_for, do=do)
 
 
 def fingerprint(folder: Path) -> str:

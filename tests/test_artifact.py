@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +118,15 @@ def test_killed_anywhere_leaves_the_old_or_the_new_and_continues(start: Path, tm
 
 
 @pytest.mark.usefixtures("_no_versions")
+def test_one_who_only_asks_is_no_holder(tmp_path: Path) -> None:
+    lock = tmp_path / ".made.lock"
+    asking = lock.open("w")
+    fcntl.flock(asking, fcntl.LOCK_EX)
+    threading.Timer(0.1, asking.close).start()
+    assert artifact.is_held(tmp_path / "made")
+    artifact.check_place(tmp_path / "made")
+
+
 def test_killed_again_while_a_kill_is_being_repaired(tmp_path: Path) -> None:
     start = tmp_path / "start"
     make(start / KIND, OLD)

@@ -361,6 +361,13 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
+def test_inputs_that_are_not_there(run_file: Path) -> None:
+    found = check_of(examined(run_file, "0.32.0"), "inputs")
+    assert (found["verdict"], found["finding"]) == ("stop", "there is no file a.jsonl")
+    (run_file.parent / "a.jsonl").write_text("")
+    assert check_of(examined(run_file, "0.32.0"), "inputs")["verdict"] == "go"
+
+
 def test_a_run_has_its_own_checks(run_file: Path) -> None:
     found = examined(run_file, "0.32.0")
     assert (found["engine"]["name"], found["engine"]["capture"]["rung"]) == ("transformers", "hooks")

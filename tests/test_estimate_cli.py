@@ -41,7 +41,7 @@ ttt_steps = 2
 epochs = 1
 batch_tokens = 512
 [evaluate]
-prompts = ["chats.jsonl"]
+prompts = ["prompts.jsonl"]
 """
 
 
@@ -57,6 +57,7 @@ def run_file(target: Path, tmp_path: Path) -> Path:
     file = tmp_path / "run.toml"
     file.write_text(TOML.format(root=tmp_path / "made", target=target))
     write_chats(tmp_path / "chats.jsonl", ROWS)
+    write_chats(tmp_path / "prompts.jsonl", 3)
     return file
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from headstart import artifact, cli, config, events, pipeline
 from headstart.config import Run
-from headstart.errors import GateError, StageFailed, UserError
+from headstart.errors import GateError, StageFailed, Stopped, UserError
 from headstart.events import Events
 from headstart.pipeline import BY_VERB, STAGES, Context, Stage, status
 
@@ -437,6 +437,23 @@ def test_what_a_person_can_mend_is_told_without_a_traceback(
     told = capsys.readouterr().err
     assert expected in told
     assert "Traceback" not in told
+
+
+def test_sigterm_s_exit_code_comes_out_of_a_whole_run(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(context: Context) -> None:
+        raise Stopped("SIGTERM at step 3")
+
+    put(monkeypatch, "prepare", stop)
+    monkeypatch.setattr(pipeline, "check", lambda *_, **__: None)
+    assert command(monkeypatch, "run", file, "-q") == command(monkeypatch, "prepare", file, "-q") == 143
+
+
+def test_what_was_changed_afterwards_is_said_with_the_verb_that_makes_it_again(root: Path) -> None:
+    data = next(path for path in (root / "prompts").iterdir() if path.name != artifact.MANIFEST)
+    data.write_bytes(data.read_bytes()[::-1])
+    with pytest.raises(UserError, match="was changed after it was written") as raised:
+        pipeline.execute(RUN, root, "regenerate", Events(quiet=True))
+    assert raised.value.do == "headstart prepare RUN.TOML --force makes it again"
 
 
 def test_a_bug_keeps_its_traceback(file: Path, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -119,6 +120,26 @@ def test_sigterm_of_torchrun_saves_and_one_process_goes_on(captured: Path) -> No
     train(captured, "term", settings)
     assert steps()[len(before)] == before[-1] + 1  # nothing was lost
     assert steps() == list(range(1, 1 + len(steps())))
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_with_a_line_and_loses_no_checkpoint(captured: Path) -> None:
+    settings = {"train.epochs": "60", "train.checkpoint_every": "1"}
+    kept = captured / "kill" / ".draft.partial" / "scratch" / "checkpoints"
+    with command(captured, "kill", settings, *TWO) as process:
+        while not list(kept.glob("step-*")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(workers[1]), signal.SIGKILL)
+        _, told = process.communicate(timeout=300)
+    assert "error: another process of torchrun ended, and process 0 with it" in told
+    train(captured, "kill", settings)
+    steps = [
+        event["step"] for event in events.read(captured / "kill" / "events.jsonl") if event["event"] == "train-step"
+    ]
+    assert sorted(set(steps)) == list(range(1, max(steps) + 1))
+    assert len(steps) <= max(steps) + 1  # at most one was made twice
 
 
 ENDING = """

@@ -14,6 +14,7 @@ from fixtures_models import save_llama
 from fixtures_text import save_tokenizer
 from headstart import artifact, cli, config, pipeline, processes, rundir
 from headstart.config import Run
+from headstart.errors import UserError
 from headstart.events import Events
 from headstart.pipeline import BY_VERB, Context
 from headstart.target.anatomy import inspect
@@ -77,13 +78,16 @@ REFUSALS = [
     ("prepare", "target.model='/none'", "no model in /none"),
     ("regenerate", "target.device='cuda:9'", "target.device = 'cuda:9'"),
     ("vocab", "vocab.size=100000", "larger than the target's vocabulary"),
+    ("vocab", "vocab.size=1", "too small"),
     ("capture", "capture.aux_layers=[1,2,99]", "99 is not a boundary"),
     ("capture", "target.device='cuda:9'", "target.device = 'cuda:9'"),
     ("train", "draft.head_dim=15", "head_dim even"),
     ("train", "train.attention_backend=flex", "no backward pass on a CPU"),
+    ("train", "train.trackers=['wandb']", "wandb, which is not installed"),
+    ("train", "draft.num_layers=100000000", "parameters takes"),
     ("evaluate", "evaluate.prompts=['none.jsonl']", "the prompt set none.jsonl"),
     ("evaluate", "evaluate.max_new_tokens=500", "positions are needed"),
-    ("evaluate", "target.engine=vllm target.python='/none'", "/none"),
+    ("evaluate", "target.engine=vllm target.python='/none'", "could not be asked for its vLLM"),
 ]
 
 
@@ -142,6 +146,14 @@ def test_what_is_being_made_or_not_ours(
     before = everything(root)
     assert "mine.txt" in refused(monkeypatch, capsys, *arguments)
     assert everything(root) == before
+
+
+def test_prompts_that_were_trained_on(file: Path, target: Path) -> None:
+    source = f"['{file.parent / 'a.jsonl'}']"
+    run = config.load(file, ["capture.aux_layers=[0,1,2]", f"evaluate.prompts={source}"])
+    plant(run, "evaluate", target)
+    with pytest.raises(UserError, match=r"a\.jsonl is in data.sources and in evaluate.prompts"):
+        pipeline.check(run, Path(run.directory), ["evaluate"])
 
 
 def test_several_processes_where_one_is_needed(

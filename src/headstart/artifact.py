@@ -338,9 +338,9 @@ def _refuse_foreign(path: Path) -> None:
     found = {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_symlink() or not file.is_dir()}
     if foreign := sorted(found - known):
         raise UserError(
-            f"{path} holds files that headstart did not write: {', '.join(foreign[:5])}",
-            looked_for="an empty folder, none, or one made by headstart",
-            do="move them away, or choose another directory",
+            f"{path} holds files that no manifest of headstart's names: {', '.join(foreign[:5])}",
+            looked_for=f"an empty folder, none, or one that was made by headstart, with its {MANIFEST}",
+            do="move them away (or delete the folder, when headstart made it), or choose another directory",
         )
 
 

@@ -290,6 +290,14 @@ class Run(Section):
         return self
 
     @model_validator(mode="after")
+    def _steps_fit(self) -> Run:
+        if self.draft.ttt_steps >= self.data.max_length:
+            raise ValueError(
+                f"draft.ttt_steps = {self.draft.ttt_steps} must be below data.max_length = {self.data.max_length}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _temperatures_can_be_measured(self) -> Run:
         told = f"evaluate.temperatures = {list(self.evaluate.temperatures)}"
         if self.target.engine == "vllm" and any(self.evaluate.temperatures):

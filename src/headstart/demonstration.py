@@ -86,7 +86,7 @@ def summary(root: Path) -> dict[str, Any]:
     return {
         "target": scores["target"]["model"],
         "tokens": {
-            "answers": manifests["capture"].counts["supervised"],
+            "answers": manifests["train"].counts.get("answer_tokens"),  # not there in drafts of before
             "captured": manifests["capture"].counts["tokens"],
         },
         "seconds": {verb: manifest.seconds for verb, manifest in manifests.items()},
@@ -110,8 +110,8 @@ def show(root: Path, result: dict[str, Any], page: Path) -> None:
         table.add_row(*_cells(row))
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True, markup=False)
     tokens, seconds = result["tokens"], result["seconds"]
-    trained = f"trained on {tokens['answers']:,} answer tokens of {result['target']}"
-    console.print(f"\n{trained} ({tokens['captured']:,} captured)")
+    trained = f"{tokens['answers']:,} answer tokens of " if tokens["answers"] else ""
+    console.print(f"\ntrained on {trained}{result['target']} ({tokens['captured']:,} tokens captured)")
     console.print("  ".join(f"{verb} {duration(spent)}" for verb, spent in seconds.items()) + "\n")
     console.print(table)
     console.print("\ntau: tokens per verify step of the target, its own token included; T 0: greedy decoding")

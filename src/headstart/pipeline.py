@@ -99,9 +99,15 @@ class Context:
 
     def verify_parents(self) -> None:
         """Compare what this stage reads with its checksums, up to VERIFY_UP_TO bytes each: hashing terabytes takes hours."""
-        for parent in self.parents().values():
-            if sum(entry["bytes"] for entry in parent.manifest.files.values()) <= VERIFY_UP_TO:
+        for name, parent in self.parents().items():
+            if sum(entry["bytes"] for entry in parent.manifest.files.values()) > VERIFY_UP_TO:
+                continue
+            try:
                 artifact.verify(parent)
+            except UserError as error:
+                verb = next(stage.verb for stage in STAGES if stage.folder == name)
+                do = f"headstart {verb} RUN.TOML --force makes it again"
+                raise UserError(error.what, looked_for=error.looked_for, do=do) from None
 
     def create(self) -> Any:
         """The context manager that makes this stage's artifact (see `artifact.create`)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,11 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from headstart import artifact
+import torch
+
+from headstart import artifact, processes
 from headstart.config import Run
 from headstart.data.reading import Reading
 from headstart.data.templates import Template
-from headstart.data.vocab import pick_size
+from headstart.data.vocab import check_forced, pick_size
+from headstart.doctor.machine import memory_available
 from headstart.drafts import attention
 from headstart.drafts.shape import DraftShape
 from headstart.engines.base import Use
@@ -21,11 +25,14 @@ from headstart.engines.vllm import served
 from headstart.engines.vllm.start import start_of
 from headstart.engines.weights import parse_device, pick_device
 from headstart.errors import UserError
+from headstart.estimate.draft import parameters
 from headstart.evaluation.prompts import check_lengths, check_names, load_sets
+from headstart.events import size
 from headstart.target.anatomy import Anatomy, inspect
 from headstart.target.layers import check_boundaries
 from headstart.target.source import resolve
 from headstart.training.shape import shape_for
+from headstart.training.telemetry import check_trackers
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,13 @@ def _attention(subject: Subject) -> None:
 
 
 def _prompt_sets(subject: Subject) -> None:
-    check_names(subject.run.evaluate.prompts)
+    prompts, data = subject.run.evaluate.prompts, subject.run.data
+    check_names(prompts)
+    if trained := sorted({*prompts} & {*data.sources} - {*data.decontaminate}):
+        raise UserError(
+            f"{trained[0]} is in data.sources and in evaluate.prompts: a draft looks better than it is on what it was trained on",
+            do="add it to data.decontaminate, which keeps its prompts out of training, or measure on others",
+        )
 
 
 # --- this machine ---
@@ -146,6 +159,11 @@ def _prompt_sets(subject: Subject) -> None:
 
 def _template(subject: Subject) -> Template:
     return subject.template
+
+
+def _forced(subject: Subject) -> None:
+    template, total = subject.template, subject.target.required("vocab_size")
+    check_forced({*template.end_ids, *template.structure_ids}, _vocabulary(subject), total)
 
 
 def _prompts(subject: Subject) -> None:
@@ -171,7 +189,11 @@ def _opens(subject: Subject, use: Use) -> None:
         pick_device(subject.run.target.device)
 
 
-def _trains(subject: Subject) -> None:
+def _trackers(subject: Subject) -> None:
+    check_trackers(subject.run.train.trackers)
+
+
+def _compiler(subject: Subject) -> None:
     """torch.compile makes C++ for a CPU, by CXX or g++ (torch/_inductor/cpp_builder.py)."""
     kind, compiler = pick_device(subject.run.target.device).type, os.environ.get("CXX") or "g++"
     if subject.run.train.compile and kind == "cpu" and shutil.which(compiler) is None:
@@ -180,6 +202,23 @@ def _trains(subject: Subject) -> None:
             looked_for=f"{compiler}, in PATH",
             do="install it, set CXX, or leave train.compile out",
         )
+
+
+def _draft_fits(subject: Subject) -> None:
+    """Weights, gradients and the two moments of AdamW, float32 each; what a step computes comes on top."""
+    count, here = parameters(draft_shape(subject)).total, _memory(pick_device(subject.run.target.device))
+    if 16 * count > here * processes.count():
+        raise UserError(
+            f"a draft of {count:,} parameters takes {size(16 * count)} in training, and there are {size(here)} here",
+            do="lower draft.num_layers, draft.num_heads, draft.head_dim, draft.intermediate_size or vocab.size",
+        )
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes of a device; of the machine for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return memory_available() or math.inf
 
 
 def _serves(subject: Subject) -> None:
@@ -199,9 +238,9 @@ _SETTINGS: dict[str, tuple[Check, ...]] = {
 _MACHINE: dict[str, tuple[Check, ...]] = {
     "prepare": (_template,),
     "regenerate": (_answers, _template),
-    "vocab": (_template,),
+    "vocab": (_forced,),
     "capture": (_states,),
-    "train": (_trains,),
+    "train": (_trackers, _compiler, _draft_fits),
     "evaluate": (_states, _serves, _prompts),
     "export": (),
 }

@@ -133,9 +133,7 @@ def choose(size: int, seen: np.ndarray, pool: np.ndarray, forced: Iterable[int],
     Raises:
         UserError: more ids are forced than fit, or one lies outside the target's vocabulary.
     """
-    total = len(seen)
-    always = np.unique(np.fromiter(forced, dtype=np.int64))
-    _check_forced(always, size, total)
+    always = check_forced(forced, size, len(seen))
     ranked = rank(seen, pool, always, merges)
     chosen = ranked[:size]
     group = np.select(
@@ -143,7 +141,24 @@ def choose(size: int, seen: np.ndarray, pool: np.ndarray, forced: Iterable[int],
     )
     names = ("forced", "answers", "pool", "merges", "rest")
     filled: dict[str, int] = dict(zip(names, np.bincount(group, minlength=len(names)).tolist(), strict=True))
-    return Chosen(DraftVocab(np.sort(chosen), total), filled)
+    return Chosen(DraftVocab(np.sort(chosen), len(seen)), filled)
+
+
+def check_forced(forced: Iterable[int], size: int, total: int) -> np.ndarray:
+    """int64, rising: the ids that are always inside. Raises UserError as `choose` does."""
+    always = np.unique(np.fromiter(forced, dtype=np.int64))
+    if len(always) and not (always[0] >= 0 and always[-1] < total):
+        raise UserError(
+            f"the tokenizer's id {always[-1]} can end or structure a turn, but the target has {total} tokens",
+            do="the tokenizer and the target do not belong together",
+        )
+    if size < len(always):
+        raise UserError(
+            f"vocab.size = {size} is too small",
+            looked_for=f"at least the {len(always)} ids that can end or structure a turn",
+            do="raise vocab.size, or leave it out",
+        )
+    return always
 
 
 def rank(seen: np.ndarray, pool: np.ndarray, always: np.ndarray, merges: Sequence[int]) -> np.ndarray:
@@ -177,20 +192,6 @@ def _check_ids(ids: np.ndarray, target_vocab_size: int, where: str) -> None:
             f"{where} holds token id {ids.min() if ids.min() < 0 else ids.max()}",
             looked_for=f"ids below {target_vocab_size}, the target's vocabulary",
             do="the tokenizer and the target do not belong together",
-        )
-
-
-def _check_forced(always: np.ndarray, size: int, total: int) -> None:
-    if len(always) and not (always[0] >= 0 and always[-1] < total):
-        raise UserError(
-            f"the tokenizer's id {always[-1]} can end or structure a turn, but the target has {total} tokens",
-            do="the tokenizer and the target do not belong together",
-        )
-    if size < len(always):
-        raise UserError(
-            f"vocab.size = {size} is too small",
-            looked_for=f"at least the {len(always)} ids that can end or structure a turn",
-            do="raise vocab.size, or leave it out",
         )
 
 

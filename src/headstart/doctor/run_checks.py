@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from headstart import artifact
+from headstart import artifact, files
 from headstart.config import Run
+from headstart.data.packages import SHIPPED
 from headstart.doctor import machine
 from headstart.doctor.checks import Check
 from headstart.doctor.engine import Device
@@ -20,11 +21,23 @@ from headstart.training.shape import shape_for
 
 def run_checks(run: Run, anatomy: Anatomy, device: Device) -> Iterator[Check]:
     """What would end this run later, seen now."""
+    yield _inputs(run)
     yield _length(run, anatomy)
     yield from _vocabulary(run, anatomy)
+    yield from _parallel(run, anatomy)
     yield _draft(run, anatomy, device)
     yield _outputs(Path(run.directory))
     yield _disk(run, anatomy, device)
+
+
+def _inputs(run: Run) -> Check:
+    """Sources and prompt sets; what they hold is seen when they are read."""
+    names = list(dict.fromkeys((*run.data.sources, *run.data.decontaminate, *run.evaluate.prompts)))
+    missing = [name for name in names if name not in SHIPPED and not files.matching(name)]
+    if not missing:
+        return Check("inputs", "go", f"{', '.join(names[:5])}{' and more' if len(names) > 5 else ''}")
+    do = "correct data.sources, data.decontaminate, evaluate.prompts; data on a hub must be downloaded first"
+    return Check("inputs", "stop", f"there is no file {', no '.join(missing[:3])}", do)
 
 
 def _length(run: Run, anatomy: Anatomy) -> Check:
@@ -42,6 +55,13 @@ def _vocabulary(run: Run, anatomy: Anatomy) -> Iterator[Check]:
         yield Check(
             "draft vocabulary", "stop", f"vocab.size = {asked}, the target has {rows} tokens", "lower vocab.size"
         )
+
+
+def _parallel(run: Run, anatomy: Anatomy) -> Iterator[Check]:
+    parts, heads = run.target.tensor_parallel, anatomy.num_heads
+    if run.target.engine == "vllm" and heads is not None and heads % parts:
+        what = f"target.tensor_parallel = {parts} does not divide {heads} attention heads"
+        yield Check("tensor parallel", "stop", what, "set it to a number that divides them")
 
 
 def _draft(run: Run, anatomy: Anatomy, device: Device) -> Check:

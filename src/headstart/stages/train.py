@@ -97,6 +97,7 @@ def _counts(trainer: Trainer, progress: Progress) -> dict[str, object]:
         "steps": progress.step,
         "samples": len(trainer.training),
         "held_out_samples": len(trainer.validation),
+        "answer_tokens": sum(int(trainer.store.supervised(entry).sum()) for entry in trainer.training),
         "parameters": sum(parameter.numel() for parameter in trainer.draft.parameters()),
         "best_step": progress.best_step if validations else progress.step,
         "best_tau": progress.best_tau if validations else None,

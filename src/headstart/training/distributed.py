@@ -22,10 +22,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from headstart import processes
+from headstart.errors import UserError
 
 # Buffers are constant here and not to be sent with every forward pass. Torch 2.13 renamed the option.
 _KNOWN = inspect.signature(DistributedDataParallel).parameters
 _NO_SYNC: Any = {"forward_sync_buffers" if "forward_sync_buffers" in _KNOWN else "broadcast_buffers": False}
+# What gloo and NCCL say when a peer is gone.
+_LOST = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,13 @@ def world(device: str) -> Iterator[World]:
     dist.init_process_group(backend)
     try:
         yield World(dist.get_rank(), size, device)
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _LOST):
+            raise
+        raise UserError(
+            f"another process of torchrun ended, and process {dist.get_rank()} with it",
+            do="what it told is above or below; the same command continues",
+        ) from error
     finally:
         if backend == "nccl":  # gloo's is never freed: `ended_at_once` says why
             dist.destroy_process_group()

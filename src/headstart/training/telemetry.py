@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,10 +51,7 @@ class _Hosted:
     """W&B, or trackio, which has the same three calls. run_id: a continued training goes on in the same run."""
 
     def __init__(self, name: str, folder: Path, run_id: str) -> None:
-        try:
-            self.library: Any = __import__(name)
-        except ModuleNotFoundError:
-            raise UserError(f"train.trackers names {name}, which is not installed", do=install(name)) from None
+        self.library: Any = importlib.import_module(name)
         known = {"id": run_id, "dir": str(folder)} if name == "wandb" else {}  # trackio tells runs apart by name
         self.library.init(project="headstart", name=f"{folder.resolve().name}-{run_id}", resume="allow", **known)
 
@@ -61,6 +60,13 @@ class _Hosted:
 
     def close(self) -> None:
         self.library.finish()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises UserError for one whose library is not here."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"train.trackers names {name}, which is not installed", do=install(name))
 
 
 def _run_id(scratch: Path) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from headstart import __version__, files
-from headstart.errors import UserError
+from headstart.errors import UserError, cannot_write
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -289,8 +289,7 @@ def _locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _acquire(path, PATIENCE)
     except OSError as error:
-        what = f"cannot write into {path.parent}: {error.strerror}"
-        raise UserError(what, do="set `directory` to a writable place") from None
+        raise cannot_write(path.parent, error) from None
     if lock is None:
         raise _held(path)
     with lock:

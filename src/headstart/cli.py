@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headstart import __version__, processes
-from headstart.errors import HeadstartError, UserError, install
+from headstart.errors import FULL, MAKE_ROOM, HeadstartError, UserError, first_line, install
 
 if TYPE_CHECKING:
     from headstart.config import Run
@@ -38,6 +39,17 @@ Json = Annotated[bool, typer.Option("--json", help="for machines: JSON on stdout
 # What an optional dependency comes with, by the name it is imported by.
 _TRAIN = "gguf huggingface_hub jinja2 numpy pyarrow safetensors tensorboard tokenizers torch transformers"
 EXTRAS = {**dict.fromkeys(_TRAIN.split(), "train"), "matplotlib": "report"}
+# What to do about an error of the system that is no bug of ours.
+_RIGHTS = "see to it that you may read and write it (ls -l), or name another"
+MENDED = {
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EIO: "see to its disk or mount (dmesg tells more); then the same command continues",
+    errno.EISDIR: "a file is needed there: move the folder away, or name another",
+    errno.ENOTDIR: "one of the folders in its path is a file: move that away, or name another",
+    errno.ELOOP: "its links lead in a circle: mend them, or name another",
+    errno.EROFS: "make its file system writable, or name another place",
+}
 STOP = 3  # `doctor` says that something cannot work
 INTERRUPTED = 130  # what typer ends with on Ctrl-C, as shells do
 
@@ -71,18 +83,24 @@ def _told(error: Exception) -> HeadstartError | None:
         return UserError(f"{missing} is not installed", do=install(EXTRAS[missing]))
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return UserError(f"no file can have a name as long as {str(error.filename)[:40]}...")
-    if _disk_is_full(error):
+    code = _number(error)
+    if code in FULL:
         name = getattr(error, "filename", None) or "where it was written"
-        return UserError(f"no space is left on the disk of {name}", do="make room; the same command continues")
+        return UserError(f"no space is left on the disk of {name}, or it is as large as a file may be", do=MAKE_ROOM)
+    if code in MENDED:
+        name = getattr(error, "filename", None) or "a file"
+        return UserError(
+            f"{name} cannot be used: {getattr(error, 'strerror', None) or first_line(error)}", do=MENDED[code]
+        )
     return None
 
 
-def _disk_is_full(error: Exception) -> bool:
-    """Libraries that write on their own (safetensors, pyarrow) only carry the system's number in their text."""
-    codes = (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError) and error.errno in codes:
-        return True
-    return any(f"os error {code}" in str(error) or f"errno {code}" in str(error) for code in codes)
+def _number(error: Exception) -> int | None:
+    """The system's number of an error about a file. What libraries in Rust or C++ raise carries it in its text only."""
+    if isinstance(error, OSError) and (error.filename or error.errno in (*FULL, errno.EIO)):
+        return error.errno
+    told = re.search(r"(?:os error|errno) (\d+)", str(error))
+    return int(told[1]) if told else None
 
 
 @app.callback(invoke_without_command=True)

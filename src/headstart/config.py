@@ -268,6 +268,12 @@ class Run(Section):
     export: Export = Export.model_validate({})
 
     @model_validator(mode="after")
+    def _directory_can_be(self) -> Run:
+        if "\0" in self.directory:
+            raise ValueError(f"directory = {_short(self.directory)} holds a null character, which no path can")
+        return self
+
+    @model_validator(mode="after")
     def _lengths_fit(self) -> Run:
         if self.data.max_prompt_tokens and self.data.max_prompt_tokens >= self.data.max_length:
             raise ValueError(
@@ -328,6 +334,7 @@ _BOUNDS = {
 }
 _SHOWN = 60  # characters of a value in a message
 _LISTING = "headstart config lists every setting"
+_TOO_DEEP = "holds lists or tables nested too deeply to be read"
 
 
 class SettingDoc(NamedTuple):
@@ -351,6 +358,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
         raise UserError(f"cannot read {path}: {error.strerror}", do="headstart config shows every setting") from None
     except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise UserError(f"{path} is not TOML: {error}") from None
+    except RecursionError:
+        raise UserError(f"{path} {_TOO_DEEP}", do=_LISTING) from None
     raw.setdefault("directory", f"runs/{path.stem}")
     _anchor(raw, path.absolute().parent)
     return build(raw, overrides)
@@ -359,7 +368,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Run:
 def _anchor(raw: dict[str, Any], base: Path) -> None:
     """Paths in a TOML file are relative to it, wherever the command is given; names that are no files there stay names."""
     if isinstance(raw["directory"], str):
-        raw["directory"] = str(base / Path(raw["directory"]).expanduser())
+        raw["directory"] = str(base / files.home(raw["directory"]))
     for section, key in (("data", "sources"), ("data", "decontaminate"), ("evaluate", "prompts")):
         values = raw.get(section, {})
         if isinstance(values, dict) and isinstance(values.get(key), list):
@@ -370,7 +379,7 @@ def _anchor(raw: dict[str, Any], base: Path) -> None:
 
 
 def _found(base: Path, name: Any) -> Any:
-    inside = isinstance(name, str) and not Path(name).expanduser().is_absolute() and files.matching(str(base / name))
+    inside = isinstance(name, str) and not files.home(name).is_absolute() and files.matching(str(base / name))
     return str(base / name) if inside else name
 
 
@@ -379,12 +388,14 @@ def build(raw: dict[str, Any], overrides: Sequence[str] = ()) -> Run:
 
     Values are read strictly, as JSON: `"2"` and `true` are no integers, and a TOML date is its text.
     """
-    for override in overrides:
-        _apply(raw, override)
     try:
+        for override in overrides:
+            _apply(raw, override)
         return Run.model_validate_json(json.dumps(raw, default=str), strict=True)
     except ValidationError as error:
         raise _explain(error) from None
+    except RecursionError:
+        raise UserError(f"a setting {_TOO_DEEP}", do=_LISTING) from None
 
 
 def settings() -> Iterator[SettingDoc]:
@@ -465,6 +476,11 @@ def _explain(error: ValidationError) -> UserError:
         name = _name(first["loc"][:-1])
     if first["type"] == "value_error":  # settings that do not go together: it names them
         return UserError(first["msg"].removeprefix("Value error, "), do=_LISTING)
+    if not first["loc"]:  # no JSON to pydantic
+        deep = "recursion" in first["msg"]
+        return UserError(
+            f"a setting {_TOO_DEEP}" if deep else f"the settings cannot be read: {first['msg']}", do=_LISTING
+        )
     value = "" if first["loc"][-1] == "[key]" else f" = {_short(first['input'])}"
     return UserError(f"{name}{value} is not allowed", looked_for=_allowed(first), do=_LISTING)
 

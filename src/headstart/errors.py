@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no more can be written: the disk, the quota or the file is full
+MAKE_ROOM = "make room there, or lift the limit (quota, ulimit -f); the same command continues"
+
 
 class HeadstartError(Exception):
     """Base of every error that is shown as short lines instead of a traceback."""
@@ -42,6 +47,10 @@ class Stopped(HeadstartError):
 
 class StageFailed(HeadstartError):
     """A stage of a run ended with an error of these; names the stage, and has that error's exit code."""
+
+
+def cannot_write(folder: object, error: OSError, do: str = "set `directory` to a writable place") -> UserError:
+    return UserError(f"cannot write into {folder}: {error.strerror}", do=MAKE_ROOM if error.errno in FULL else do)
 
 
 def install(extras: str) -> str:

@@ -11,6 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from headstart.errors import UserError
+
 CHUNK = 1 << 20
 WHOLE_UP_TO = 64 << 20  # bytes of a file up to which its fingerprint is of all of it
 SAMPLE = 1 << 16  # bytes looked at in the start, middle and end of a large file
@@ -18,13 +20,20 @@ SAMPLE = 1 << 16  # bytes looked at in the start, middle and end of a large file
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to; `path` holds either its old content or all of the new one, also after a kill."""
+    """A temporary path to write to; `path` holds either its old content or all of the new one, also after a kill.
+
+    A write that fails, on a full disk say, leaves no temporary file behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two processes may write at once; the last one wins
-    yield temporary
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -87,11 +96,24 @@ def _fingerprint(path: Path, size: int, modified: int, inode: int) -> dict[str, 
     return {"bytes": size, "sampled": digest.hexdigest()}
 
 
+def home(name: str | Path) -> Path:
+    """The path of that name, with `~` and `~user` in its beginning replaced. Raises UserError when there is no such user."""
+    path = Path(name)
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        user = path.parts[0].removeprefix("~")
+        what = f"there is no user {user}, and so no {name}" if user else f"there is no home folder for {name}"
+        raise UserError(what, do="correct the name, or give the whole path") from None
+
+
 def matching(name: str) -> list[Path]:
     """The files that a name stands for: one file, or those of a glob (`~` and `**` work), in order; none is an empty list."""
-    path = Path(name).expanduser()
+    path = home(name)
     start, pattern = Path(path.anchor), str(path.relative_to(path.anchor))
     try:
+        if path.is_dir():  # also "", "." and "/", which are no globs
+            return []
         return [path] if path.is_file() else [found for found in sorted(start.glob(pattern)) if found.is_file()]
     except (OSError, ValueError):  # too long for a name, or no valid glob
         return []

@@ -127,8 +127,8 @@ def _inputs(run: Run, stage: Stage) -> dict[str, Any]:
     names = {"prepare": (*run.data.sources, *run.data.decontaminate), "evaluate": run.evaluate.prompts}
     paths = {path for name in names.get(stage.verb, ()) for path in files.matching(name)}
     found: dict[str, Any] = {f"content of {path}": files.fingerprint(path) for path in sorted(paths)}
-    if stage.verb == "prepare" and Path(run.target.model).expanduser().is_dir():
-        found[f"content of {run.target.model}"] = fingerprint(Path(run.target.model).expanduser())
+    if stage.verb == "prepare" and (folder := files.home(run.target.model)).is_dir():
+        found[f"content of {run.target.model}"] = fingerprint(folder)
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart import config, files
 from headstart.config import Run
-from headstart.errors import UserError
+from headstart.errors import UserError, cannot_write
 from headstart.events import Events
 
 SETTINGS = "run.json"
@@ -27,8 +27,7 @@ def begin(run: Run, root: Path, *, quiet: bool = False) -> Events:
         root.mkdir(parents=True, exist_ok=True)
         files.write_json(root / SETTINGS, resolved)
     except OSError as error:
-        what = f"cannot write into {root}: {error.strerror}"
-        raise UserError(what, do="set `directory` to a writable place") from None
+        raise cannot_write(root, error) from None
     events = Events(root / EVENTS, quiet=quiet)
     events.emit("run", settings=resolved)
     events.say(f"run directory: {root}  (settings: {root / SETTINGS})")

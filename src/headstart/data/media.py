@@ -15,8 +15,9 @@ from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
+from headstart import files
 from headstart.data.content import NOT_TEXT, Unusable, short
-from headstart.errors import GateError
+from headstart.errors import GateError, UserError
 from headstart.types import Media
 
 MISSING = "image not found"
@@ -89,10 +90,10 @@ def named(media: Media) -> str:
 
 
 def _file(name: str, folder: Path) -> Media:
-    path = (folder / Path(name).expanduser()).absolute()
     try:
+        path = (folder / files.home(name)).absolute()
         content = path.read_bytes()
-    except (OSError, ValueError):  # also names too long, or with a null character
+    except (OSError, ValueError, UserError):  # also a name too long, with a null character, or of no user
         raise Unusable(MISSING, name) from None
     if not _is_image(content):
         raise Unusable(NO_IMAGE, name)

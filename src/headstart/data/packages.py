@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from headstart import files
-from headstart.errors import UserError
+from headstart.errors import UserError, cannot_write
 
 Row = dict[str, Any]
 Parser = Callable[[IO[bytes], Counter[str]], Iterator[Row]]
@@ -78,7 +78,7 @@ def cache_root(cache: Path | None = None) -> Path:
     if cache is not None:
         return Path(cache)
     named = os.environ.get("HEADSTART_CACHE")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "headstart"
+    return files.home(named) if named else Path.home() / ".cache" / "headstart"
 
 
 @contextmanager
@@ -102,9 +102,7 @@ def _new_folder(parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".scratch-", dir=parent))
     except OSError as error:
-        raise UserError(
-            f"cannot write into {parent}: {error.strerror}", do="set HEADSTART_CACHE to a writable folder"
-        ) from None
+        raise cannot_write(parent, error, do="set HEADSTART_CACHE to a writable folder") from None
 
 
 def _remove_if_stale(folder: Path) -> None:

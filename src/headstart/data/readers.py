@@ -75,9 +75,9 @@ def find(name: str) -> Source:
     """
     if name in SHIPPED:
         return ShippedSource(name, SHIPPED[name])
-    path = Path(name).expanduser()
+    path = files.home(name)
     if path.is_dir():
-        raise UserError(f"the source {name} is a folder", do=f"name its files, e.g. {name.rstrip('/')}/*.jsonl")
+        raise UserError(f"the source {name or repr(name)} is a folder", do=f"name its files, e.g. {path / '*.jsonl'}")
     paths = tuple(files.matching(name))
     if not paths:
         raise UserError(

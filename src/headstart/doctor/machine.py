@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart import files
+
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
 MIB = 1 << 20
 
@@ -51,7 +53,7 @@ def memory_available() -> int | None:
 
 def existing(path: Path) -> Path:
     """The nearest folder above `path`, or itself, that is there."""
-    path = path.expanduser().absolute()
+    path = files.home(path).absolute()
     return path if path.exists() or path == path.parent else existing(path.parent)
 
 

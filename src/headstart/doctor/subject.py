@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headstart import files
 from headstart.config import Run, load
 from headstart.errors import UserError
 from headstart.target import quantization, source
@@ -46,7 +47,7 @@ def open_subject(model: str, settings: Sequence[str] = ()) -> Subject:
     Raises:
         UserError: it cannot be found or read, or describes no language model.
     """
-    path = Path(model).expanduser()
+    path = files.home(model)
     if path.suffix == ".toml":
         run = load(path, settings)
         return replace(_read(_config_file(run.target.model, run.target.revision), run.target.model), run=run)
@@ -57,11 +58,11 @@ def open_subject(model: str, settings: Sequence[str] = ()) -> Subject:
 
 def python_of(model: str | None) -> str | None:
     """target.python of a run's TOML file; None for anything else."""
-    return load(Path(model).expanduser()).target.python if model and model.endswith(".toml") else None
+    return load(files.home(model)).target.python if model and model.endswith(".toml") else None
 
 
 def _config_file(model: str, revision: str | None = None) -> Path:
-    path = Path(model).expanduser()
+    path = files.home(model)
     if path.is_file() or path.suffix == ".json":
         return path
     if not path.exists() and (found := _cached(model, revision) or _shipped(model, revision)):

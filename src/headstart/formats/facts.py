@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headstart import files
 from headstart.config import Run, Target
 from headstart.formats.common import CONFIG, ExportFacts
 from headstart.formats.fields import Fields, read_config
@@ -36,5 +37,5 @@ def _of(inner: Fields, top: Fields, name: str) -> Fields:
 
 
 def _served_name(settings: Target, folder: Path) -> str:
-    local = settings.model == SHIPPED or Path(settings.model).expanduser().exists()
+    local = settings.model == SHIPPED or files.home(settings.model).exists()
     return str(folder) if local else settings.model

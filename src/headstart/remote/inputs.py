@@ -48,7 +48,7 @@ def collect(run: Run, *, ship_model: bool = False) -> Inputs:
     for section, key in (("data", "sources"), ("data", "decontaminate"), ("evaluate", "prompts")):
         if key in values.get(section, {}):
             values[section][key] = [_data(found, name) for name in values[section][key]]
-    folder = Path(run.target.model).expanduser()
+    folder = files.home(run.target.model)
     if folder.is_dir() and ship_model:
         values["target"]["model"] = _model(found, folder)
     elif folder.is_dir():
@@ -62,7 +62,7 @@ def _data(found: Inputs, name: str) -> str:
     paths = () if name in SHIPPED else files.matching(name)
     if not paths:
         return name
-    base, rest = _split(Path(name).expanduser().absolute())
+    base, rest = _split(files.home(name).absolute())
     place = _place(base)
     for path in paths:
         _add(found, place, base, path)

@@ -28,7 +28,7 @@ def resolve(
     """
     if model == SHIPPED:
         return smollm2.materialize(progress=progress)
-    folder = Path(model).expanduser()
+    folder = files.home(model)
     if folder.exists() or _looks_local(model):
         return _checked(folder)
     return _download(model, revision, weights)

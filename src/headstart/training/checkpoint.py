@@ -50,18 +50,26 @@ def save(folder: Path, snapshot: Snapshot, keep: int) -> None:
     work = folder / f".{final.name}.tmp"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    save_tensors(work / _WEIGHTS, snapshot.weights)
-    buffer = io.BytesIO()  # written through `files`, so that a full disk is told as one
-    torch.save(snapshot.optimizer, buffer)
-    files.write_bytes(work / _OPTIMIZER, buffer.getvalue())
-    if (folder.parent / BEST).exists():
-        shutil.copy(folder.parent / BEST, work / BEST)
-    files.write_json(work / _STATE, asdict(snapshot.progress))
+    try:
+        _write(work, snapshot, folder.parent / BEST)
+    except BaseException:  # a full disk, say
+        shutil.rmtree(work, ignore_errors=True)
+        raise
     shutil.rmtree(final, ignore_errors=True)
     work.rename(final)
     files.sync_folder(folder)
     for old in steps(folder)[:-keep]:
         shutil.rmtree(old)
+
+
+def _write(work: Path, snapshot: Snapshot, best: Path) -> None:
+    save_tensors(work / _WEIGHTS, snapshot.weights)
+    buffer = io.BytesIO()  # written through `files`, so that a full disk is told as one
+    torch.save(snapshot.optimizer, buffer)
+    files.write_bytes(work / _OPTIMIZER, buffer.getvalue())
+    if best.exists():
+        shutil.copy(best, work / BEST)
+    files.write_json(work / _STATE, asdict(snapshot.progress))
 
 
 def load(folder: Path) -> Snapshot | None:

@@ -23,6 +23,7 @@ from .common import (
     as_refusal,
     entry,
     free,
+    home,
     part_of,
     read_json,
     sha256,
@@ -76,7 +77,7 @@ class Agent:
     # --- the run's folder ---
 
     def do_open(self, folder: str, name: str, origin: dict[str, str], create: bool) -> dict[str, Any]:
-        self.base = Path(folder).expanduser().absolute()
+        self.base = home(folder)
         self.root = self.base / "runs" / name
         if not (self.root / "origin.json").exists():
             if not create:
@@ -179,7 +180,7 @@ class Agent:
     # --- the run itself ---
 
     def do_exists(self, path: str) -> bool:
-        return Path(path).expanduser().exists()
+        return home(path).exists()
 
     def do_start(self, job: dict[str, Any]) -> dict[str, Any]:
         """Start the job unless it runs; it belongs to no connection."""

@@ -25,6 +25,13 @@ class Refused(Exception):
         self.told = {"what": what, "looked_for": looked_for, "do": do}
 
 
+def home(name: str) -> Path:
+    try:
+        return Path(name).expanduser().absolute()
+    except RuntimeError:
+        raise Refused(f"there is no user there for {name}", do="correct the name, or give the whole path") from None
+
+
 def within(base: Path, name: str) -> Path:
     parts = Path(name).parts
     if not parts or ".." in parts or Path(name).is_absolute():
@@ -75,13 +82,17 @@ def read_json(path: Path, default: Any = Refused) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.{getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def as_refusal(error: OSError, base: Path) -> Refused:
     where = error.filename or base
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         what = f"no space is left on the disk of {where}"
         return Refused(what, do="make room there, or choose another disk: --dir FOLDER; the same command continues")
     what = re.sub(r"^\[Errno \d+\] ", "", str(error)) or type(error).__name__

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .common import Refused, as_refusal, read_json, say, write_json
+from .common import Refused, as_refusal, home, read_json, say, write_json
 from .state import take
 
 NEWEST, OLDEST = (3, 13), (3, 11)  # Pythons that a new environment is made with
@@ -94,7 +94,7 @@ class Supervisor:
 def given(job: dict[str, Any]) -> str:
     """The interpreter of an environment that is there, when it has all that is needed."""
     # Not resolved: a virtual environment is a link to some Python, and lost when the link is followed.
-    python = str(Path(job["python"]).expanduser().absolute())
+    python = str(home(job["python"]))
     found = probe(python, job["needs"])
     if found is None:
         raise Refused(f"{python} is no Python that can be run", "an interpreter there", "correct --python")

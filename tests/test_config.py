@@ -221,6 +221,7 @@ LONG = "[" + "1, " * 500 + "1]"
         ("draft={sliding_window=2, fc_norm=true}", "draft.sliding_window = 2 is below draft.ttt_steps = 5: the last step would "
          "not see the token that its chain starts from"),
         ("data.max_prompt_tokens=2048", "data.max_prompt_tokens = 2048 must be below data.max_length = 2048, or no answer fits"),
+        ("draft.ttt_steps=2048", "draft.ttt_steps = 2048 must be below data.max_length = 2048"),
     ],
 )  # fmt: skip
 def test_an_error_names_key_value_and_what_is_allowed_and_nothing_else(override: str, said: str) -> None:

@@ -273,7 +273,10 @@ def _complete(path: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Remove a folder of ours. What says that it is whole, or can be continued, goes first."""
+    """Remove a folder of ours, or what stands in its place. What says that it is whole, or can be continued, goes first."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+        return
     for name in (MANIFEST, KEY):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

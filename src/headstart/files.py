@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -41,6 +42,12 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write `data` durably (see `replacing`)."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
+
+
+def copy(source: Path, path: Path) -> None:
+    """Copy a file's content durably (see `replacing`)."""
+    with replacing(path) as temporary:
+        shutil.copyfile(source, temporary)
 
 
 def write_text(path: Path, text: str) -> None:

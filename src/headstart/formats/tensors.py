@@ -20,6 +20,9 @@ from headstart.errors import UserError
 
 TENSORS = "model.safetensors"
 OFFSETS, KEPT, EMBED = "d2t", "t2d", "embed_tokens.weight"
+_WEIGHTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_IDS = (torch.int32, torch.int64)
+_MASKS = (torch.bool, torch.uint8, *_IDS)
 
 
 def outward(draft: Eagle3, first_layer: str, *, embed: bool) -> dict[str, Tensor]:
@@ -64,6 +67,8 @@ def inward(folder: Path, shape: DraftShape, first_layer: str) -> dict[str, Tenso
             f"{folder / TENSORS} has {len(tensors)} tensors, too few for the {shape.num_layers} layers of its config.json"
         )
     found = {"draft_to_target": _vocabulary(tensors, shape, folder)}
+    for name, tensor in tensors.items():
+        _check_weight(name, tensor, folder)
     embed = tensors.pop(EMBED, None)
     if embed is not None:
         found["embed_tokens"] = embed
@@ -75,7 +80,8 @@ def inward(folder: Path, shape: DraftShape, first_layer: str) -> dict[str, Tenso
     for name, tensor in found.items():
         if tensor.shape != wanted.get(name, tensor.shape):
             raise UserError(
-                f"{name} in {folder} is {list(tensor.shape)}", looked_for=f"{list(wanted[name])}, by its config.json"
+                f"{name} in {folder / TENSORS} is {list(tensor.shape)}",
+                looked_for=f"{list(wanted[name])}, by its config.json",
             )
     return found
 
@@ -117,18 +123,39 @@ def _vocabulary(tensors: dict[str, Tensor], shape: DraftShape, folder: Path) -> 
         )
     kept = torch.arange(count)
     if offsets is not None:
-        if offsets.shape != kept.shape:
-            raise UserError(
-                f"{OFFSETS} in {folder} has {list(offsets.shape)} entries", looked_for=f"{count}, by its config.json"
-            )
+        _check_map(OFFSETS, offsets, count, _IDS, folder)
         kept = kept + offsets.to(torch.int64)
-    if not (bool((kept.diff() > 0).all()) and int(kept[0]) >= 0 and int(kept[-1]) < total):
+    if not (bool((kept.diff() > 0).all()) and int(kept.min()) >= 0 and int(kept.max()) < total):
         raise UserError(
-            f"{OFFSETS} in {folder} is no vocabulary", looked_for=f"strictly rising ids from 0 to {total - 1}"
+            f"{OFFSETS} in {folder / TENSORS} is no vocabulary", looked_for=f"strictly rising ids from 0 to {total - 1}"
         )
-    if mask is not None and not torch.equal(mask.nonzero()[:, 0], kept):
-        raise UserError(f"{KEPT} and {OFFSETS} in {folder} name different tokens")
+    if mask is not None:
+        _check_map(KEPT, mask, total, _MASKS, folder)
+        if not torch.equal(mask.nonzero()[:, 0], kept):
+            raise UserError(f"{KEPT} and {OFFSETS} in {folder / TENSORS} name different tokens")
     return kept
+
+
+def _check_map(name: str, found: Tensor, count: int, types: tuple[torch.dtype, ...], folder: Path) -> None:
+    if found.shape != (count,):
+        raise UserError(
+            f"{name} in {folder / TENSORS} has {list(found.shape)} entries", looked_for=f"[{count}], by its config.json"
+        )
+    _check_type(name, found, types, folder)
+
+
+def _check_weight(name: str, found: Tensor, folder: Path) -> None:
+    _check_type(name, found, _WEIGHTS, folder)
+    if not bool(found.isfinite().all()):
+        raise UserError(f"{name} in {folder / TENSORS} has values that are not finite", looked_for="numbers alone")
+
+
+def _check_type(name: str, found: Tensor, types: tuple[torch.dtype, ...], folder: Path) -> None:
+    if found.dtype not in types:
+        known = ", ".join(str(kind).removeprefix("torch.") for kind in types)
+        raise UserError(
+            f"{name} in {folder / TENSORS} is {str(found.dtype).removeprefix('torch.')}", looked_for=f"one of {known}"
+        )
 
 
 def _same_names(found: set[str], wanted: set[str], folder: Path) -> None:

@@ -258,14 +258,13 @@ class Trainer:
     # --- checkpoints ---
 
     def _save(self, progress: Progress) -> None:
-        weights = weights_of(self.draft) | (self.average.state() if self.average else {})
-        snapshot = Snapshot(whole(weights), whole(self.optimizer.state_dict()), progress)
+        snapshot = Snapshot(whole(self._weights()), whole(self.optimizer.state_dict()), progress)
         if self.world.main:
             checkpoint.save(self._checkpoints, snapshot, self.settings.keep_checkpoints)
 
     def _restore(self) -> Progress:
         """Continue from the newest checkpoint, which the main process reads for all."""
-        found = self.world.shared(checkpoint.load(self._checkpoints) if self.world.main else None)
+        found = self.world.shared(checkpoint.load(self._checkpoints, self._fits) if self.world.main else None)
         if found is None:
             return Progress()
         with torch.no_grad():
@@ -275,6 +274,21 @@ class Trainer:
             self.average.load(found.weights)
         self.optimizer.load_whole(found.optimizer)
         return replace(found.progress)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the draft; sharded tensors as they are."""
+        return weights_of(self.draft) | (self.average.state() if self.average else {})
+
+    def _fits(self, found: Snapshot) -> bool:
+        """Whether a checkpoint is of this training: its tensors, its optimiser, and the batch that follows its steps."""
+        places = [(epoch, batch) for epoch, batches in enumerate(self.epochs) for batch in range(len(batches))]
+        places = [*places, (len(self.epochs), 0)][: self.total + 1]
+        at = found.progress
+        return (
+            checkpoint.layout(found.weights) == checkpoint.layout(self._weights())
+            and self.optimizer.fits(found.optimizer)
+            and places[at.step : at.step + 1] == [(at.epoch, at.batch)]
+        )
 
     def _tokens(self, begin: int, end: int) -> int:
         batches = [batch for epoch in self.epochs for batch in epoch][begin:end]

@@ -14,6 +14,7 @@ from headstart.training.distributed import like
 
 # Embedding-like and head matrices are left to AdamW: Muon is made for matrices between hidden states.
 NOT_MUON = ("lm_head.weight",)
+_ADAMW_STATE, _MUON_STATE = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of each parameter
 
 
 class Optimizer:
@@ -41,12 +42,40 @@ class Optimizer:
     def state_dict(self) -> dict[str, Any]:
         return {"parts": [part.state_dict() for part in self._parts]}
 
+    def fits(self, state: Any) -> bool:
+        """Whether `load_whole` can continue from `state`."""
+        saved = state.get("parts") if isinstance(state, dict) else None
+        if not isinstance(saved, list) or len(saved) != len(self._parts):
+            return False
+        return all(_part_fits(part, values) for part, values in zip(self._parts, saved, strict=True))
+
     def load_whole(self, state: dict[str, Any]) -> None:
         """Continue from a state dictionary of whole tensors, laid out anew as the parameters are."""
         for part, saved in zip(self._parts, state["parts"], strict=True):
-            parameters = [p for group in part.param_groups for p in group["params"]]
+            parameters = _parameters(part)
             states = {index: _laid_out(values, parameters[index]) for index, values in saved["state"].items()}
-            part.load_state_dict({**saved, "state": states})
+            part.load_state_dict({**part.state_dict(), "state": states})  # rates and the like are those of the settings
+
+
+def _parameters(part: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in part.param_groups for p in group["params"]]
+
+
+def _part_fits(part: torch.optim.Optimizer, saved: Any) -> bool:
+    """Whether `saved` has the state of every parameter of `part`, in its shape."""
+    parameters = _parameters(part)
+    states = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(states, dict) or set(states) != set(range(len(parameters))):
+        return False
+    names = _MUON_STATE if isinstance(part, torch.optim.Muon) else _ADAMW_STATE
+    return all(_state_fits(states[index], p, names) for index, p in enumerate(parameters))
+
+
+def _state_fits(values: Any, parameter: nn.Parameter, names: set[str]) -> bool:
+    if not isinstance(values, dict) or set(values) != names:
+        return False
+    shapes = {name: torch.Size() if name == "step" else parameter.shape for name in names}
+    return all(isinstance(value, Tensor) and value.shape == shapes[name] for name, value in values.items())
 
 
 def _laid_out(values: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:

@@ -371,6 +371,17 @@ def test_partial_run_shows_what_is_there(planted: Planted, done: int) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "name", ["draft/curves.jsonl", "conversations/samples.parquet", "scores/prompts.parquet", "scores/scores.json"]
+)
+def test_a_file_of_the_right_size_and_another_content_is_said(planted: Planted, name: str) -> None:
+    planted.whole()
+    file = planted.root / name
+    file.write_bytes(bytes(file.stat().st_size))
+    text = Page(report.write(planted.root).read_text(encoding="utf-8")).text
+    assert f"{name} was changed after it was written" in text
+
+
 def test_damaged_artifact_is_said_and_the_rest_shown(planted: Planted) -> None:
     planted.whole()
     (planted.root / "scores" / "scores.json").unlink()

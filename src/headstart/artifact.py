@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -120,9 +120,11 @@ def read_manifest(path: Path) -> Manifest | None:
     return _read_manifest(path) if (path / MANIFEST).exists() else None
 
 
-def verify(artifact: Artifact) -> None:
-    """Compare every file with its recorded checksum. Raises UserError naming the first that differs."""
+def verify(artifact: Artifact, only: Collection[str] | None = None) -> None:
+    """Compare every file, or those alone, with its recorded checksum. Raises UserError naming the first that differs."""
     for name, entry in artifact.manifest.files.items():
+        if only is not None and name not in only:
+            continue
         found = files.sha256_file(artifact.path / name)
         if found != entry["sha256"]:
             raise UserError(

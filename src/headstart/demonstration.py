@@ -18,6 +18,7 @@ from headstart.errors import UserError, install
 from headstart.events import Events, duration, times
 from headstart.report import report
 
+SCORES = "scores.json"  # in the run directory, and the artifact's own in `scores`
 NEEDED = ("torch", "transformers", "pyarrow", "matplotlib", "jinja2")
 COLUMNS = ("draft", "T", "prompts", "tokens", "tau", "95 % interval", "lossless", "modelled", "measured")
 
@@ -54,7 +55,7 @@ def conclude(root: Path, events: Events, *, as_json: bool = False) -> None:
     events.say(f"report: writing {report.REPORT}")
     page = report.write(root)
     result = summary(root)
-    files.write_json(root / "scores.json", result)
+    files.write_json(root / SCORES, result)
     if as_json:
         print(json.dumps(result, indent=2))  # noqa: T201 (data goes to stdout)
     else:
@@ -80,8 +81,9 @@ def settings_for(size: str, directory: Path | None, overrides: list[str]) -> con
 
 def summary(root: Path) -> dict[str, Any]:
     """The demo's numbers in one place: tokens, seconds and rates of each stage, scores, files."""
-    scores = files.read_json(root / "scores" / "scores.json")
     opened = {stage.verb: artifact.open_artifact(root / stage.folder, stage.folder) for stage in pipeline.STAGES}
+    artifact.verify(opened["evaluate"], (SCORES,))
+    scores = files.read_json(opened["evaluate"].file(SCORES))
     manifests = {verb: made.manifest for verb, made in opened.items()}
     return {
         "target": scores["target"]["model"],
@@ -115,7 +117,7 @@ def show(root: Path, result: dict[str, Any], page: Path) -> None:
     console.print("  ".join(f"{verb} {duration(spent)}" for verb, spent in seconds.items()) + "\n")
     console.print(table)
     console.print("\ntau: tokens per verify step of the target, its own token included; T 0: greedy decoding")
-    console.print(f"files: {page}, {root / 'scores.json'}, {', '.join(result['export'].values())}")
+    console.print(f"files: {page}, {root / SCORES}, {', '.join(result['export'].values())}")
     console.print(f"serve: {result['serve']}")
 
 

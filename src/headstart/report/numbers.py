@@ -115,6 +115,14 @@ class Numbers:
         return [rate for rate in (*logged, *decoded) if rate and rate.tokens and rate.seconds > 0]
 
 
+# The files that are read here, by artifact; of the others the manifest is enough.
+_READ = {
+    "conversations": ("samples.parquet",),
+    "draft": ("curves.jsonl",),
+    "scores": ("scores.json", "prompts.parquet"),
+}
+
+
 def gather(root: Path) -> Numbers:
     """Open what there is. Raises UserError when `root` is no run directory or a manifest cannot be read."""
     run = rundir.recorded(root)
@@ -124,7 +132,9 @@ def gather(root: Path) -> Numbers:
         if status.manifest is None:
             continue
         try:
-            artifacts[status.folder] = artifact.open_artifact(root / status.folder, status.folder)
+            made = artifact.open_artifact(root / status.folder, status.folder)
+            artifact.verify(made, _READ.get(status.folder, ()))
+            artifacts[status.folder] = made
         except UserError as error:
             damaged[status.folder] = error.what
     return Numbers(root, run, statuses, artifacts, damaged, events.read(root / rundir.EVENTS))

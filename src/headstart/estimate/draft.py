@@ -41,7 +41,7 @@ def parameters(shape: DraftShape) -> Parameters:
     """Of the whole draft, without the target's embedding, which is frozen."""
     d, aux = shape.hidden_size, len(shape.aux_layers)
     fuse = aux * shape.target_hidden_size * d
-    layers = sum(_layer(shape, first=index == 0) for index in range(shape.num_layers))
+    layers = _layer(shape, first=True) + (shape.num_layers - 1) * _layer(shape, first=False)
     norms = d * (2 * shape.num_layers + 2) + (aux * shape.target_hidden_size if shape.fc_norm else 0)
     if shape.latent:
         norms += shape.num_layers * (shape.latent.kv_rank + shape.latent.q_rank)

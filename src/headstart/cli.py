@@ -123,6 +123,8 @@ def run_all(file: RunFile, until: Annotated[str | None, typer.Option(help="stop 
     run, root = _load(file, settings)
     events = pipeline.begin(run, root, verbs, quiet=quiet)
     pipeline.execute_all(run, root, events, until)
+    if processes.rank():  # the first process of torchrun talks
+        return
     found = pipeline.status(run, root)
     if not as_json and all(stage.state == "fresh" for stage in found):
         from headstart import demonstration

@@ -168,7 +168,7 @@ class Draft(Section):
 class Train(Section):
     """How the draft is trained."""
 
-    epochs: Positive = Field(3, description="passes over the training conversations")
+    epochs: Positive = Field(3, le=10_000, description="passes over the training conversations")
     max_steps: Positive | None = Field(None, description="end earlier, after this many optimiser steps")
     batch_tokens: Positive = Field(8192, description="tokens packed into one optimiser step")
     optimizer: Literal["muon", "adamw"] = Field("muon", description="muon: Muon on hidden matrices, AdamW on the rest")

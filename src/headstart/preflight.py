@@ -205,11 +205,11 @@ def _compiler(subject: Subject) -> None:
 
 
 def _draft_fits(subject: Subject) -> None:
-    """Weights, gradients and the two moments of AdamW, float32 each; what a step computes comes on top."""
+    """Its float32 weights and their gradients, without which no training begins; what optimiser and step take comes on top."""
     count, here = parameters(draft_shape(subject)).total, _memory(pick_device(subject.run.target.device))
-    if 16 * count > here * processes.count():
+    if 8 * count > here * processes.count():
         raise UserError(
-            f"a draft of {count:,} parameters takes {size(16 * count)} in training, and there are {size(here)} here",
+            f"a draft of {count:,} parameters takes more than {size(8 * count)} in training, and there are {size(here)} here",
             do="lower draft.num_layers, draft.num_heads, draft.head_dim, draft.intermediate_size or vocab.size",
         )
 

@@ -175,7 +175,7 @@ def _with_target(file: Path) -> Path:
     from fixtures_text import save_tokenizer
 
     model = save_tokenizer(file.parent / "model")
-    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "config.json").write_text(json.dumps(MODEL | {"vocab_size": 400}))  # as many as the tokenizer has
     file.write_text(f'[target]\nmodel = "{model}"\n[data]\nsources = ["none.jsonl"]\n')
     return file.parent
 

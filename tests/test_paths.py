@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from fixtures_commands import command, settings_file
 from headstart import cli, config, files, rundir
 from headstart.data import media, readers
 from headstart.data.content import Unusable
@@ -29,16 +30,7 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "run.toml"
-    path.write_text(f'directory = "{tmp_path / "out"}"\n[target]\nmodel = "m"\n[data]\nsources = ["a"]\n')
-    return path
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["headstart", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return int(end.value.code or 0)
+    return settings_file(tmp_path)
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
+from fixtures_commands import command, settings_file
 from headstart import artifact, cli, config, events, pipeline
 from headstart.config import Run
 from headstart.errors import GateError, StageFailed, Stopped, UserError
@@ -380,16 +380,7 @@ def test_settings_of_a_stage_are_plain_json() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    path = tmp_path / "run.toml"
-    path.write_text(f'directory = "{tmp_path / "out"}"\n[target]\nmodel = "m"\n[data]\nsources = ["a"]\n')
-    return path
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["headstart", *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return int(end.value.code or 0)
+    return settings_file(tmp_path)
 
 
 def test_the_command_ends_with_2_and_names_the_stage(
